@@ -1,0 +1,353 @@
+"""The gate: what a server must be for CP shared KV to be right on it, as a list of named rules.
+
+Each rule looks at :class:`Facts` and answers with what it found wrong, or None. All rules are evaluated and all unmet
+ones are reported in one message, each with the value found and the remedy. A feature that has not been shown to work
+with shared KV is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cp_shared_kv.config import ALL_CP_RANKS_ENV, is_true
+from cp_shared_kv.releases import ArgumentNames
+
+PAGE_SIZE = 64
+STAGING_ENV = "SGLANG_DISAGG_STAGING_BUFFER"
+PREFILL_BACKENDS = ("flashmla_sparse", "tilelang")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "fp8_e4m3")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules look at.
+
+    Attributes:
+        arguments: resolved server arguments, read by name with :meth:`arg`.
+        names: names of those arguments in this release.
+        environ: environment of the server.
+        architecture: first entry of the model config's ``architectures``.
+        is_nsa: whether SGLang runs the model with NSA/DSA sparse attention.
+        is_mla: whether SGLang runs the model with multi-head latent attention.
+        index_kpool: compression of the index keys, 1 for none.
+        is_out_of_tree_platform: whether an SGLang platform plugin supplies the pools.
+        has_mooncake: whether the ``mooncake`` package can be imported.
+        devices: accepted values of ``--device``.
+        transfer_backends: accepted values of ``--disaggregation-transfer-backend``.
+    """
+
+    arguments: Any
+    names: ArgumentNames
+    environ: Mapping[str, str]
+    architecture: str
+    is_nsa: bool
+    is_mla: bool
+    index_kpool: int = 1
+    is_out_of_tree_platform: bool = False
+    has_mooncake: bool = True
+    devices: Sequence[str] = ("cuda",)
+    transfer_backends: Sequence[str] = ("mooncake",)
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """A server argument, or ``default`` where this release has none of that name."""
+        return getattr(self.arguments, name, default)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One requirement.
+
+    Args:
+        name: short stable name, for messages and tests.
+        check: returns the value found where the requirement is unmet, else None.
+        needs: what is accepted.
+        remedy: what to change.
+    """
+
+    name: str
+    check: Callable[[Facts], str | None]
+    needs: str | Callable[[Facts], str]
+    remedy: str | Callable[[Facts], str]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An unmet requirement, ready for printing."""
+
+    rule: str
+    found: str
+    needs: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] found {self.found}; needs {self.needs}; {self.remedy}"
+
+
+class GateError(RuntimeError):
+    """The server is not one that CP shared KV supports; ``refusals`` lists every unmet requirement."""
+
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        self.refusals = list(refusals)
+        lines = "\n".join(f"  - {refusal}" for refusal in self.refusals)
+        super().__init__(
+            f"CP shared KV cannot be used on this server, {len(self.refusals)} requirement(s) unmet:\n{lines}"
+        )
+
+
+def _text(value: str | Callable[[Facts], str], facts: Facts) -> str:
+    return value if isinstance(value, str) else value(facts)
+
+
+def _unless(condition: bool, found: Any) -> str | None:
+    return None if condition else str(found)
+
+
+def _off(name: str, argument: str, flag: str, why: str) -> Rule:
+    """Rule that refuses a feature switched on by a truthy argument."""
+
+    def check(facts: Facts) -> str | None:
+        value = facts.arg(argument)
+        return None if not value else f"{argument}={value!r}"
+
+    return Rule(name, check, f"no {name} ({why})", f"remove {flag}")
+
+
+def _chunk_problem(facts: Facts) -> str | None:
+    size = facts.arg("chunked_prefill_size")
+    return None if size is None or size <= 0 or size % PAGE_SIZE == 0 else f"chunked_prefill_size={size}"
+
+
+def _prefill_backend_problem(facts: Facts) -> str | None:
+    backend = facts.arg(facts.names.prefill_backend)
+    if backend == "tilelang" and facts.arg("kv_cache_dtype") == "fp8_e4m3":
+        return "tilelang with fp8_e4m3 KV"
+    return _unless(backend in PREFILL_BACKENDS, f"{facts.names.prefill_backend}={backend!r}")
+
+
+def _fp8_layout_problem(facts: Facts) -> str | None:
+    fp8 = facts.arg("kv_cache_dtype") == "fp8_e4m3"
+    trtllm = facts.arg(facts.names.decode_backend) == "trtllm"
+    return "fp8_e4m3 KV with the trtllm decode backend" if fp8 and trtllm else None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "model",
+        lambda f: _unless(f.is_nsa and f.is_mla, f"{f.architecture} (NSA: {f.is_nsa}, MLA: {f.is_mla})"),
+        "a model with NSA/DSA sparse attention and MLA, such as DeepSeek-V3.2 or GLM-5",
+        "serve such a model, or turn CP shared KV off",
+    ),
+    Rule(
+        "index_kpool",
+        lambda f: _unless(f.index_kpool == 1, f"index_kpool={f.index_kpool}"),
+        "uncompressed index keys (index_kpool 1)",
+        "serve another model, or turn CP shared KV off",
+    ),
+    Rule(
+        "device",
+        lambda f: _unless(f.arg("device") in f.devices, f"device={f.arg('device')!r}"),
+        lambda f: f"--device {' or '.join(f.devices)}",
+        "run on NVIDIA GPUs",
+    ),
+    Rule(
+        "platform",
+        lambda f: "an out-of-tree SGLang platform plugin" if f.is_out_of_tree_platform else None,
+        "SGLang's own platform, whose pools are known",
+        "unset SGLANG_PLATFORM",
+    ),
+    Rule(
+        "prefill_cp",
+        lambda f: _unless(bool(f.arg(f.names.prefill_cp)), f"{f.names.prefill_cp}={f.arg(f.names.prefill_cp)!r}"),
+        "prefill context parallelism",
+        lambda f: f"add {f.names.prefill_cp_flag}",
+    ),
+    Rule(
+        "cp_mode",
+        lambda f: _unless(
+            f.arg(f.names.cp_mode) == f.names.in_seq_split, f"{f.names.cp_mode}={f.arg(f.names.cp_mode)!r}"
+        ),
+        lambda f: f"split mode {f.names.in_seq_split}",
+        lambda f: f"add {f.names.cp_mode_flag} {f.names.in_seq_split}",
+    ),
+    Rule(
+        "cp_size",
+        lambda f: _unless((f.arg("attn_cp_size") or 1) > 1, f"attn_cp_size={f.arg('attn_cp_size')}"),
+        "at least 2 attention-CP ranks",
+        "raise --tp-size (in-seq-split gives attn_cp_size = tp_size / dp_size)",
+    ),
+    Rule(
+        "attn_tp",
+        lambda f: _unless(
+            f.arg("tp_size") == (f.arg("dp_size") or 1) * (f.arg("attn_cp_size") or 1),
+            f"tp_size={f.arg('tp_size')}, dp_size={f.arg('dp_size')}, attn_cp_size={f.arg('attn_cp_size')}",
+        ),
+        "tp_size = dp_size * attn_cp_size (attention itself not tensor-parallel)",
+        "leave --attention-context-parallel-size to SGLang",
+    ),
+    Rule(
+        "dp_size",
+        lambda f: _unless((f.arg("dp_size") or 1) == 1, f"dp_size={f.arg('dp_size')}"),
+        "--dp-size 1 (DP attention beside CP has not been shown to work with shared KV)",
+        "run one server per DP rank behind the router",
+    ),
+    Rule(
+        "page_size",
+        lambda f: _unless(f.arg("page_size") == PAGE_SIZE, f"page_size={f.arg('page_size')}"),
+        f"page size {PAGE_SIZE}",
+        f"set --page-size {PAGE_SIZE} or leave it to SGLang",
+    ),
+    Rule(
+        "disaggregation_mode",
+        lambda f: _unless(
+            f.arg("disaggregation_mode") == "prefill", f"disaggregation_mode={f.arg('disaggregation_mode')!r}"
+        ),
+        "a prefill server of a disaggregated deployment",
+        "add --disaggregation-mode prefill; decode servers stay stock",
+    ),
+    Rule(
+        "transfer_backend",
+        lambda f: _unless(
+            f.arg("disaggregation_transfer_backend") in f.transfer_backends,
+            f"disaggregation_transfer_backend={f.arg('disaggregation_transfer_backend')!r}",
+        ),
+        lambda f: f"transfer backend {' or '.join(f.transfer_backends)}",
+        "set --disaggregation-transfer-backend mooncake on both sides",
+    ),
+    Rule(
+        "mooncake",
+        lambda f: _unless(f.has_mooncake, "no importable mooncake package"),
+        "the Mooncake transfer engine",
+        "pip install mooncake-transfer-engine (or the build for your CUDA version)",
+    ),
+    Rule(
+        "all_cp_ranks_transfer",
+        lambda f: _unless(
+            is_true(f.environ.get(ALL_CP_RANKS_ENV)), f"{ALL_CP_RANKS_ENV}={f.environ.get(ALL_CP_RANKS_ENV)!r}"
+        ),
+        "every CP rank sending to decode",
+        f"export {ALL_CP_RANKS_ENV}=1 on the prefill and on the decode side",
+    ),
+    Rule(
+        "chunked_prefill_size",
+        _chunk_problem,
+        f"chunks of whole pages ({PAGE_SIZE} tokens), or no chunking",
+        f"set --chunked-prefill-size to a multiple of {PAGE_SIZE}, or -1",
+    ),
+    Rule(
+        "prefill_backend",
+        _prefill_backend_problem,
+        "a prefill backend that is right under in-seq-split: flashmla_sparse, or tilelang with bfloat16 KV "
+        "(others get full sequence lengths for half the query rows)",
+        lambda f: f"add {f.names.prefill_backend_flag} flashmla_sparse",
+    ),
+    Rule(
+        "kv_layout",
+        _fp8_layout_problem,
+        "one KV layout for prefill and decode (trtllm lays fp8 KV out in another way)",
+        "choose another decode backend, or bfloat16 KV",
+    ),
+    Rule(
+        "kv_cache_dtype",
+        lambda f: _unless(f.arg("kv_cache_dtype") in KV_CACHE_DTYPES, f"kv_cache_dtype={f.arg('kv_cache_dtype')!r}"),
+        "KV cache dtype bfloat16 or fp8_e4m3",
+        "set --kv-cache-dtype bfloat16 or fp8_e4m3",
+    ),
+    Rule(
+        "pp_size",
+        lambda f: _unless((f.arg("pp_size") or 1) == 1, f"pp_size={f.arg('pp_size')}"),
+        "--pp-size 1",
+        "remove --pp-size",
+    ),
+    Rule(
+        "cuda_graph",
+        lambda f: _unless(bool(f.arg("disable_cuda_graph")), f"disable_cuda_graph={f.arg('disable_cuda_graph')}"),
+        "no CUDA graphs on the prefill server (a captured forward cannot be planned)",
+        "remove --enforce-piecewise-cuda-graph, or add --disable-cuda-graph",
+    ),
+    _off("speculative decoding", "speculative_algorithm", "--speculative-algorithm", "the draft pool is not sharded"),
+    _off("HiCache", "enable_hierarchical_cache", "--enable-hierarchical-cache", "it copies pages by logical slot"),
+    _off("HiCache storage", "hicache_storage_backend", "--hicache-storage-backend", "it copies pages by logical slot"),
+    _off("HiSparse", "enable_hisparse", "--enable-hisparse", "it has a pool of its own"),
+    _off("LMCache", "enable_lmcache", "--enable-lmcache", "it copies pages by logical slot"),
+    _off("mixed chunk", "enable_mixed_chunk", "--enable-mixed-chunk", "decode rows would share the plan"),
+    _off("two-batch overlap", "enable_two_batch_overlap", "--enable-two-batch-overlap", "two plans at a time"),
+    _off("PD multiplexing", "enable_pdmux", "--enable-pdmux", "two streams share the workspace"),
+    _off("streaming sessions", "enable_streaming_session", "--enable-streaming-session", "they edit page tables"),
+    _off("memory saver", "enable_memory_saver", "--enable-memory-saver", "the workspace is outside its region"),
+    _off(
+        "indexer top-k capture",
+        "enable_return_indexer_topk",
+        "--enable-return-indexer-topk",
+        "captured slots would be those of the workspace",
+    ),
+    _off("Ray", "use_ray", "--use-ray", "its scheduler actors do not load plugins"),
+    _off("KV cache sharding of SGLang", "enable_kv_cache_sharding", "--enable-kv-cache-sharding", "it does the same"),
+    _off("KV layer split", "enable_kv_cache_layer_split", "--enable-kv-cache-layer-split", "it shards the same pool"),
+    Rule(
+        "staging buffer",
+        lambda f: f"{STAGING_ENV} is set" if is_true(f.environ.get(STAGING_ENV)) else None,
+        "no staging buffer (it sends from contiguous positions)",
+        f"unset {STAGING_ENV}",
+    ),
+)
+
+
+@dataclass
+class Gate:
+    """Rules, built-in and added by extensions."""
+
+    rules: Sequence[Rule] = field(default_factory=lambda: RULES)
+
+    def refusals(self, facts: Facts) -> list[Refusal]:
+        """Every unmet requirement; empty where shared KV may be used."""
+        found = []
+        for rule in self.rules:
+            problem = rule.check(facts)
+            if problem is not None:
+                found.append(Refusal(rule.name, problem, _text(rule.needs, facts), _text(rule.remedy, facts)))
+        return found
+
+    def require(self, facts: Facts) -> None:
+        """Raise unless every requirement is met.
+
+        Raises:
+            GateError: with all unmet requirements.
+        """
+        if refusals := self.refusals(facts):
+            raise GateError(refusals)
+
+
+def gather_facts(server_args: Any, names: ArgumentNames, environ: Mapping[str, str] | None = None) -> Facts:
+    """Facts of a server, from its resolved ``ServerArgs``; loads the model's configuration, not its weights."""
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_nsa
+    from sglang.srt.platforms import current_platform
+
+    from cp_shared_kv.hookspecs import plugin_manager
+
+    model = server_args.get_model_config()
+    hooks = plugin_manager().hook
+    return Facts(
+        arguments=server_args,
+        names=names,
+        environ=os.environ if environ is None else environ,
+        architecture=(getattr(model.hf_config, "architectures", None) or ["unknown"])[0],
+        is_nsa=bool(is_deepseek_nsa(model.hf_config)),
+        is_mla=model.attention_arch == AttentionArch.MLA,
+        index_kpool=getattr(model.hf_config, "index_kpool", None) or 1,
+        is_out_of_tree_platform=bool(current_platform.is_out_of_tree()),
+        has_mooncake=importlib.util.find_spec("mooncake") is not None,
+        devices=("cuda", *(device for devices in hooks.cp_shared_kv_devices() for device in devices)),
+        transfer_backends=("mooncake", *(b for names_ in hooks.cp_shared_kv_transfer_backends() for b in names_)),
+    )
+
+
+def gate_with_extensions() -> Gate:
+    """The built-in rules followed by those of installed extensions."""
+    from cp_shared_kv.hookspecs import plugin_manager
+
+    extra = plugin_manager().hook.cp_shared_kv_gate_rules()
+    return Gate((*RULES, *(rule for rules in extra for rule in rules)))

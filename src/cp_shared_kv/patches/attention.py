@@ -1,0 +1,96 @@
+"""Attention metadata: plan the forward once, and give the kernels page tables of the workspace.
+
+The tables are not translated page by page: the plan knows the workspace page of every page position, so they are built
+anew from it, and padding or stale ids in stock's tables never come into play.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from cp_shared_kv.patches import Patch, PatchGroup, argument
+from cp_shared_kv.plan import ForwardPlan, build_inert_plan, build_plan
+
+
+def _has_requests(forward_batch: Any) -> bool:
+    """Whether this is a prefill of real requests.
+
+    Under MLP sync an idle or decode batch is relabelled EXTEND with made-up lengths; its first mode is then noted.
+    """
+    mode = getattr(forward_batch, "_original_forward_mode", forward_batch.forward_mode)
+    return mode.is_extend_without_speculative() and forward_batch.batch_size > 0
+
+
+def _plan(pool: Any, forward_batch: Any) -> ForwardPlan:
+    seq_lens = forward_batch.seq_lens_cpu.tolist()
+    if not _has_requests(forward_batch):
+        pages = -(-max(seq_lens, default=1) // pool.page_size)
+        return build_inert_plan(len(forward_batch.req_pool_indices), pages, pool.workspace_page_count)
+    first_slots = forward_batch.req_to_token_pool.req_to_token[
+        forward_batch.req_pool_indices, : max(seq_lens) : pool.page_size
+    ]
+    # The one wait for the device in a forward: page ids live there.
+    tables = (first_slots // pool.page_size).cpu().numpy()
+    return build_plan(
+        pool.layout, tables, list(forward_batch.extend_prefix_lens_cpu), seq_lens, pool.workspace_page_count
+    )
+
+
+def _init_forward_metadata(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+
+    forward_batch = argument(args, kwargs, 0, "forward_batch")
+    pool = forward_batch.token_to_kv_pool
+    result = wrapped(*args, **kwargs)
+    if not isinstance(pool, CPSharedNSATokenToKVPool):
+        return result
+    metadata = instance.forward_metadata
+    active = pool.begin_forward(_plan(pool, forward_batch))
+    slots = active.token_slots()
+    active.set_write_slots(slots, len(forward_batch.out_cache_loc))
+    flattened = metadata.page_table_1_flattened
+    if flattened is not None:
+        import torch
+
+        lens = metadata.indexer_seq_lens_cpu.tolist()
+        flattened = torch.cat([slots[i, :length] for i, length in enumerate(lens)])
+    instance.forward_metadata = dataclasses.replace(
+        metadata,
+        page_table_1=slots[:, : metadata.page_table_1.shape[1]].contiguous(),
+        real_page_table=active.page_table[:, : metadata.real_page_table.shape[1]].contiguous(),
+        page_table_1_flattened=flattened,
+    )
+    return result
+
+
+def _model_forward(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        end = getattr(instance.token_to_kv_pool, "end_forward", None)
+        if end is not None:
+            end()
+
+
+GROUP = PatchGroup(
+    name="attention",
+    patches=(
+        Patch(
+            "attention.init_forward_metadata",
+            _init_forward_metadata,
+            why="stock page tables name logical pages; kernels read the workspace",
+            until="SGLang shards the NSA KV pool over prefill CP ranks itself",
+        ),
+        Patch(
+            "attention.model_forward",
+            _model_forward,
+            why="a plan must end with its forward, also when the forward raises, so that nothing reads by an old one",
+            until="SGLang offers plugins a hook at the end of a forward",
+        ),
+    ),
+    relies_on=("attention.forward_extend",),
+)

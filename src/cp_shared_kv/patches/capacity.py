@@ -1,0 +1,164 @@
+"""Pool sizing: charge the workspace, let SGLang build the physical pool, then show the scheduler the logical one.
+
+SGLang profiles, caps and builds for one rank as ever, so memory per rank and the request limit stay those of the
+physical figure; only afterwards is the capacity multiplied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cp_shared_kv.layout import CpSharedKVLayout
+from cp_shared_kv.metrics import SHARD_POLICY
+from cp_shared_kv.patches import Patch, PatchGroup
+from cp_shared_kv.plan import workspace_pages
+
+logger = logging.getLogger("cp_shared_kv")
+
+
+class CapacityError(RuntimeError):
+    """Capacity that cannot be shared: no room for the workspace, or ranks that disagree."""
+
+
+def _workspace_pages(runner: Any) -> int:
+    return workspace_pages(runner.model_config.context_len, runner.page_size, runner.server_args.attn_cp_size)
+
+
+def workspace_bytes_for(runner: Any) -> int:
+    """Bytes of the workspace of a model runner: one layer of MLA KV and of index-K for one context."""
+    from sglang.srt.configs.model_config import get_nsa_index_head_dim
+    from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+
+    index_dim = get_nsa_index_head_dim(runner.model_config.hf_config)
+    index_bytes = index_dim + index_dim // NSATokenToKVPool.quant_block_size * 4
+    kv_bytes = runner.calculate_mla_kv_cache_dim() * runner.kv_cache_dtype.itemsize
+    return _workspace_pages(runner) * runner.page_size * (kv_bytes + index_bytes)
+
+
+def _profile_available_bytes(
+    wrapped: Callable[..., int], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int:
+    from sglang.srt.distributed.parallel_state import get_attn_cp_group
+
+    from cp_shared_kv.collectives import PageGather
+
+    # Before memory is measured: the communicator takes its buffers on first use.
+    PageGather(get_attn_cp_group()).self_check(instance.device)
+    available = wrapped(*args, **kwargs)
+    charge = workspace_bytes_for(instance)
+    if available <= charge:
+        raise CapacityError(
+            f"CP shared KV needs {charge} bytes for its workspace (one context of "
+            f"{instance.model_config.context_len} tokens) but only {available} bytes are left for the KV cache: "
+            "raise --mem-fraction-static or lower --context-length"
+        )
+    return available - charge
+
+
+def _agree(group: Any, mine: dict[str, Any]) -> None:
+    """Raise unless every rank of the attention-CP group says the same.
+
+    Raises:
+        CapacityError: with each rank's figures.
+    """
+    said: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(said, mine, group=group.cpu_group)
+    if any(other != said[0] for other in said):
+        figures = "\n".join(f"  - attention-CP rank {rank}: {figures}" for rank, figures in enumerate(said))
+        raise CapacityError(
+            f"the attention-CP ranks disagree about the KV capacity, so a page would lie in two places:\n{figures}\n"
+            "give every rank the same memory and arguments, or set --max-total-tokens"
+        )
+
+
+def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from sglang.srt.distributed.parallel_state import get_attn_cp_group
+
+    from cp_shared_kv._version import __version__
+    from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
+    from cp_shared_kv.collectives import PageGather
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+
+    runner = instance
+    if runner.is_draft_worker:
+        raise CapacityError("a draft model's pool cannot be shared: remove --speculative-algorithm")
+    group = get_attn_cp_group()
+    layout = CpSharedKVLayout(page_size=runner.page_size, cp_size=group.world_size, cp_rank=group.rank_in_group)
+    physical = runner.max_total_num_tokens
+    pages = _workspace_pages(runner)
+    _agree(
+        group,
+        {
+            "physical_tokens_per_rank": physical,
+            "page_size": layout.page_size,
+            "workspace_pages": pages,
+            "kv_cache_dtype": str(runner.kv_cache_dtype),
+            "plugin": __version__,
+        },
+    )
+    result = wrapped(*args, **kwargs)
+    stock_allocator = runner.token_to_kv_pool_allocator
+    pool = CPSharedNSATokenToKVPool.adopt(
+        runner.token_to_kv_pool, layout=layout, workspace_pages=pages, gather=PageGather(group)
+    )
+    runner.token_to_kv_pool = pool
+    runner.token_to_kv_pool_allocator = CPSharedPagedTokenToKVPoolAllocator(
+        logical_size=pool.size,
+        physical_size=pool.physical_size,
+        page_size=stock_allocator.page_size,
+        dtype=stock_allocator.dtype,
+        device=stock_allocator.device,
+        kvcache=pool,
+        need_sort=stock_allocator.need_sort,
+        cp_size=layout.cp_size,
+        cp_rank=layout.cp_rank,
+    )
+    runner.max_total_num_tokens = pool.size
+    logger.info(
+        "CP shared KV enabled. physical_tokens_per_rank=%d, logical_tokens=%d, cp_size=%d, shard_policy=%s, "
+        "workspace_pages=%d, workspace_bytes=%d",
+        pool.physical_size,
+        pool.size,
+        layout.cp_size,
+        SHARD_POLICY,
+        pages,
+        pool.workspace_bytes,
+    )
+    return result
+
+
+GROUP = PatchGroup(
+    name="capacity",
+    patches=(
+        Patch(
+            "capacity.profile_available_bytes",
+            _profile_available_bytes,
+            why="the workspace must be paid for before pages are counted",
+            until="SGLang shards the NSA KV pool over prefill CP ranks itself",
+        ),
+        Patch(
+            "capacity.init_pools",
+            _init_pools,
+            why="each rank keeps its own pages only, while the scheduler counts those of the whole group",
+            until="SGLang shards the NSA KV pool over prefill CP ranks itself",
+        ),
+    ),
+    relies_on=(
+        "capacity.mla_kv_cache_dim",
+        "allocator.init",
+        "pool.init",
+        "pool.set_mla_kv_buffer",
+        "pool.get_key_buffer",
+        "pool.get_index_k_with_scale_buffer",
+        "pool.get_index_k_continuous",
+        "pool.get_index_k_scale_continuous",
+        "pool.get_index_k_scale_buffer",
+        "pool.set_index_k_scale_buffer",
+        "pool.get_contiguous_buf_infos",
+        "pool.get_state_buf_infos",
+    ),
+)

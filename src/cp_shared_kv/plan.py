@@ -1,0 +1,239 @@
+"""The plan of one forward pass: which pages are gathered, where each lies in the workspace, which are kept.
+
+A forward reads whole requests but one rank holds only its share of their pages, so every layer first lays all of them
+out in a *workspace*, a dense local copy that the stock kernels read. Its pages are, in order:
+
+    [ cp_size x base_share prefix pages, rank by rank | surplus of each rank | this chunk's pages | .. | trash ]
+
+*Prefix* pages hold tokens that earlier chunks wrote; they are gathered. A page that the prefix ends in the middle of
+belongs here, and the chunk's rows are laid over it. *Chunk* pages are new and need no communication: SGLang has
+all-gathered the chunk's K before it is written. The *trash* page takes writes of padding rows.
+
+The plan is made once on the host, from lengths that the host knows and the requests' page ids, and it depends on
+nothing that differs between ranks but the rank number: every rank of the group makes the same collective calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cp_shared_kv.layout import CpSharedKVLayout
+
+#: The workspace holds one context and this fraction more, for padding where owners are out of balance.
+SLACK_FRACTION = 8
+
+
+class PlanError(RuntimeError):
+    """A batch that cannot be planned; the message names the request and the limit."""
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer not below ``a / b``."""
+    return -(-a // b)
+
+
+def workspace_pages(context_len: int, page_size: int, cp_size: int) -> int:
+    """Pages of the workspace: one full context, slack for padding, one trash page.
+
+    In-seq-split prefill runs one request a batch, so prefix and chunk together never exceed the context length. Slack
+    never decides whether a batch fits (:func:`gather_shares` gathers without padding when it must), only how.
+
+    Args:
+        context_len: longest request in tokens.
+        page_size: tokens per page.
+        cp_size: ranks in the attention-CP group.
+    """
+    context_pages = ceil_div(context_len, page_size)
+    return context_pages + max(cp_size, ceil_div(context_pages, SLACK_FRACTION)) + 1
+
+
+def gather_shares(counts: Sequence[int], capacity: int) -> int:
+    """Pages that every rank contributes to the all-gather.
+
+    The largest count makes one all-gather do, padded for ranks with fewer pages. Where that does not fit, the largest
+    smaller share is taken whose remainder, each rank's surplus sent by broadcast, does; the smallest one pads nothing.
+
+    Args:
+        counts: prefix pages owned by each rank.
+        capacity: workspace pages that prefix pages may take.
+
+    Raises:
+        PlanError: even without padding the pages do not fit.
+    """
+    if sum(counts) > capacity:
+        raise PlanError(f"the batch reads {sum(counts)} prefix pages but the workspace has room for {capacity}")
+    for share in range(max(counts), min(counts), -1):
+        if len(counts) * share + sum(max(0, count - share) for count in counts) <= capacity:
+            return share
+    return min(counts)
+
+
+@dataclass(frozen=True)
+class Surplus:
+    """Prefix pages that one rank owns beyond the common share: workspace pages ``start .. start + count - 1``."""
+
+    owner: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """Host-side plan of one forward; page numbers of the workspace unless they are called physical.
+
+    Attributes:
+        tables: workspace page of each request's page positions, int32 ``(batch, pages + 1)``; trash past its end.
+        prefix_lens: tokens of each request that are read but not written.
+        seq_lens: tokens of each request, prefix and chunk.
+        base_share: pages that each rank contributes to the all-gather.
+        surplus: pages sent by broadcast, in workspace order.
+        gather_source: physical pages that this rank contributes, int64 ``(base_share,)``; dummy page as padding.
+        surplus_source: physical pages of this rank's surplus, int64.
+        keep_workspace: written pages that this rank owns, int64 ``(kept,)``.
+        keep_physical: where they are kept, int64 ``(kept,)``.
+        prefix_pages: distinct prefix pages of the batch.
+        chunk_pages: distinct chunk pages of the batch.
+        trash_page: the workspace's last page.
+        cp_size: ranks in the attention-CP group.
+    """
+
+    tables: npt.NDArray[np.int32]
+    prefix_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    base_share: int
+    surplus: tuple[Surplus, ...]
+    gather_source: npt.NDArray[np.int64]
+    surplus_source: npt.NDArray[np.int64]
+    keep_workspace: npt.NDArray[np.int64]
+    keep_physical: npt.NDArray[np.int64]
+    prefix_pages: int
+    chunk_pages: int
+    trash_page: int
+    cp_size: int
+
+    @property
+    def gathered_pages(self) -> int:
+        """Workspace pages that communication fills, padding included."""
+        return self.cp_size * self.base_share + sum(part.count for part in self.surplus)
+
+
+def _split_request_pages(
+    pages: npt.NDArray[np.int64], prefix_len: int, seq_len: int, page_size: int, request: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    if not 0 <= prefix_len <= seq_len:
+        raise PlanError(f"request {request} of the batch has prefix length {prefix_len} and length {seq_len}")
+    read, last = ceil_div(prefix_len, page_size), ceil_div(seq_len, page_size)
+    if last > len(pages) or (pages[:last] <= 0).any():
+        raise PlanError(f"request {request} of the batch has no page for some of its {seq_len} tokens: {pages[:last]}")
+    return pages[:read], pages[read:last], pages[prefix_len // page_size : last]
+
+
+def _distinct(parts: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    return np.unique(np.concatenate(parts)) if parts else np.empty(0, dtype=np.int64)
+
+
+def build_plan(
+    layout: CpSharedKVLayout,
+    page_tables: npt.NDArray[np.integer],
+    prefix_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    capacity: int,
+) -> ForwardPlan:
+    """Plan one forward.
+
+    Args:
+        layout: the group's placement, with this rank's number.
+        page_tables: logical page of each page position, ``(batch, pages)``; anything past a request's end.
+        prefix_lens: tokens already in the pools, per request.
+        seq_lens: prefix plus this forward's tokens, per request.
+        capacity: pages of the workspace, trash page included.
+
+    Raises:
+        PlanError: a request lacks a page, one request writes a page that another reads, or the batch does not fit.
+    """
+    tables = np.asarray(page_tables, dtype=np.int64)
+    split = [
+        _split_request_pages(row, int(prefix), int(seq), layout.page_size, i)
+        for i, (row, prefix, seq) in enumerate(zip(tables, prefix_lens, seq_lens, strict=True))
+    ]
+    prefix, chunk, write = (_distinct([parts[i] for parts in split]) for i in range(3))
+    if np.intersect1d(prefix, chunk, assume_unique=True).size:
+        raise PlanError("one request of the batch writes a page that another reads as its prefix")
+    trash = capacity - 1
+    by_owner = [prefix[layout.owner_for_logical_pages_np(prefix) == rank] for rank in range(layout.cp_size)]
+    share = gather_shares([len(pages) for pages in by_owner], trash - len(chunk))
+
+    known = np.concatenate([prefix, chunk])
+    place = np.empty(len(known), dtype=np.int64)
+    surplus: list[Surplus] = []
+    end = layout.cp_size * share
+    for rank, pages in enumerate(by_owner):
+        where = np.searchsorted(prefix, pages)
+        place[where[:share]] = rank * share + np.arange(min(share, len(pages)))
+        extra = len(pages) - share
+        if extra > 0:
+            place[where[share:]] = end + np.arange(extra)
+            surplus.append(Surplus(rank, end, extra))
+            end += extra
+    place[len(prefix) :] = end + np.arange(len(chunk))
+
+    order = np.argsort(known)
+    ordered, ordered_place = known[order], place[order]
+
+    def locate(pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return ordered_place[np.searchsorted(ordered, pages)]
+
+    # One column more than any request has pages: rows that pad a CP batch look past the end and must find a page.
+    local_tables = np.full((tables.shape[0], tables.shape[1] + 1), trash, dtype=np.int32)
+    for row, (read, new, _) in zip(local_tables, split, strict=True):
+        row[: len(read) + len(new)] = locate(np.concatenate([read, new]))
+
+    mine = layout.logical_pages_to_physical_np(by_owner[layout.cp_rank])
+    source = np.zeros(share, dtype=np.int64)
+    source[: min(share, len(mine))] = mine[:share]
+    kept = write[layout.owner_for_logical_pages_np(write) == layout.cp_rank]
+    return ForwardPlan(
+        tables=local_tables,
+        prefix_lens=tuple(int(x) for x in prefix_lens),
+        seq_lens=tuple(int(x) for x in seq_lens),
+        base_share=share,
+        surplus=tuple(surplus),
+        gather_source=source,
+        surplus_source=mine[share:],
+        keep_workspace=locate(kept),
+        keep_physical=layout.logical_pages_to_physical_np(kept),
+        prefix_pages=len(prefix),
+        chunk_pages=len(chunk),
+        trash_page=trash,
+        cp_size=layout.cp_size,
+    )
+
+
+def build_inert_plan(batch_size: int, pages: int, capacity: int) -> ForwardPlan:
+    """Plan of a forward without requests (idle ranks, batches with made-up lengths): all reads and writes hit trash.
+
+    Args:
+        batch_size: rows of the page tables.
+        pages: page positions per row.
+        capacity: pages of the workspace, trash page included.
+    """
+    empty = np.empty(0, dtype=np.int64)
+    return ForwardPlan(
+        tables=np.full((batch_size, pages + 1), capacity - 1, dtype=np.int32),
+        prefix_lens=(),
+        seq_lens=(),
+        base_share=0,
+        surplus=(),
+        gather_source=empty,
+        surplus_source=empty,
+        keep_workspace=empty,
+        keep_physical=empty,
+        prefix_pages=0,
+        chunk_pages=0,
+        trash_page=capacity - 1,
+        cp_size=1,
+    )

@@ -1,0 +1,204 @@
+"""The entry point that SGLang's plugin framework calls in every process, and the decisions taken there.
+
+In the launching process only argument handling is patched; :func:`decide` then runs once, when SGLang has resolved its
+arguments. Where it decides for shared KV, every seam has been checked and the gate has passed. Scheduler processes find
+the decision in their environment, or in the ``ServerArgs`` they are given, and patch themselves before anything runs.
+
+SGLang logs a plugin's exception and goes on with stock code. Here that would corrupt answers silently, so whatever goes
+wrong once shared KV was asked for leaves as ``SystemExit``, which SGLang lets through.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, NoReturn
+
+from cp_shared_kv import config
+from cp_shared_kv._version import __version__
+from cp_shared_kv.config import Decision, State
+from cp_shared_kv.gate import GateError, gate_with_extensions, gather_facts
+from cp_shared_kv.metrics import configure_logging
+from cp_shared_kv.patches import PatchSet, SourceTree, arguments
+from cp_shared_kv.patches.arguments import DECISION_ATTRIBUTE, FLAG_ATTRIBUTE
+from cp_shared_kv.releases import release_for
+from cp_shared_kv.seams import SeamError
+
+logger = logging.getLogger("cp_shared_kv")
+
+_argument_patches: PatchSet | None = None
+_scheduler_patches: PatchSet | None = None
+
+
+def _stop(reason: object) -> NoReturn:
+    message = f"CP shared KV: {reason}"
+    logger.error(message)
+    raise SystemExit(message)
+
+
+def load() -> None:
+    """Entry point ``cp_shared_kv`` of group ``sglang.srt.plugins``; idempotent.
+
+    Raises:
+        SystemExit: shared KV was asked for (or decided on) and cannot be put in place.
+    """
+    configure_logging()
+    try:
+        decision = config.published()
+        asked = config.requested(os.environ, flag=False).state
+    except config.ConfigError as error:
+        _stop(error)
+    if decision is not None:
+        activate(decision)
+    try:
+        _patch_arguments()
+    except SeamError as error:
+        if asked is State.ON:
+            _stop(error)
+        if asked is State.AUTO:
+            logger.warning("CP shared KV stays off: %s", error)
+
+
+def _patch_arguments() -> None:
+    global _argument_patches
+    if _argument_patches is None:
+        source = SourceTree.installed()
+        patches = PatchSet(release_for(source.version), source, [arguments.GROUP])
+        patches.resolve()
+        patches.apply()
+        _argument_patches = patches
+
+
+def decide(server_args: Any) -> Decision | None:
+    """Decide for or against shared KV on a server, and publish the decision.
+
+    Args:
+        server_args: resolved and checked ``ServerArgs``.
+
+    Returns:
+        the decision, or None where the server is stock.
+
+    Raises:
+        SystemExit: shared KV was asked for and a requirement is unmet or a seam is not as known.
+    """
+    config.publish(None)
+    setattr(server_args, DECISION_ATTRIBUTE, None)
+    try:
+        request = config.requested(os.environ, flag=bool(getattr(server_args, FLAG_ATTRIBUTE, False)))
+    except config.ConfigError as error:
+        _stop(error)
+    if request.state is State.OFF:
+        return None
+    problems: list[str] = []
+    decision = None
+    try:
+        source = SourceTree.installed()
+        release = release_for(source.version)
+        gate_with_extensions().require(gather_facts(server_args, release.arguments))
+        PatchSet.for_release(source=source)
+        decision = Decision(
+            __version__, source.version, server_args.attn_cp_size, server_args.page_size, request.source
+        )
+    except (GateError, SeamError) as error:
+        problems.append(str(error))
+    if problems or decision is None:
+        if request.state is State.ON:
+            _stop(f"asked for by {request.source}, but " + "\n".join(problems))
+        logger.warning("CP shared KV stays off, this server is stock: %s", "\n".join(problems))
+        return None
+    config.publish(decision)
+    setattr(server_args, DECISION_ATTRIBUTE, _TravellingDecision(decision))
+    logger.info(
+        "CP shared KV: on for this server (%s), SGLang %s, cp_size=%d; every decode server needs %s=1 too",
+        request.source,
+        decision.release,
+        decision.cp_size,
+        config.ALL_CP_RANKS_ENV,
+    )
+    return decision
+
+
+class _TravellingDecision:
+    """A decision on ``ServerArgs``. Unpickling it patches the process it arrives in.
+
+    So a scheduler process that was told to share KV cannot run stock code because its plugins failed to load.
+    """
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self.decision.to_json(),)
+
+    def __copy__(self) -> _TravellingDecision:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _TravellingDecision:
+        return self
+
+    def __repr__(self) -> str:
+        return repr(self.decision)
+
+
+def _arrive(text: str) -> _TravellingDecision:
+    decision = Decision.from_json(text)
+    activate(decision)
+    return _TravellingDecision(decision)
+
+
+def activate(decision: Decision) -> None:
+    """Patch this process as decided by the launching one; idempotent.
+
+    Raises:
+        SystemExit: the decision was made by another version or for another SGLang, or a seam is not as known.
+    """
+    global _scheduler_patches
+    if _scheduler_patches is not None and _scheduler_patches.active:
+        return
+    try:
+        source = SourceTree.installed()
+        found = (__version__, source.version)
+        if found != (decision.version, decision.release):
+            _stop(
+                f"the launching process decided with plugin {decision.version} on SGLang {decision.release}, this one "
+                f"has plugin {found[0]} on SGLang {found[1]}; install the same on every node"
+            )
+        patches = PatchSet.for_release(source=source)
+        patches.apply()
+        _scheduler_patches = patches
+    except SeamError as error:
+        _stop(error)
+
+
+def deactivate() -> None:
+    """Undo every scheduler-side patch of this process; argument handling stays."""
+    global _scheduler_patches
+    if _scheduler_patches is not None:
+        _scheduler_patches.undo()
+        _scheduler_patches = None
+
+
+def attest_scheduler(server_args: Any) -> None:
+    """Prove, in a scheduler process and before its pools are built, that it will do what was decided.
+
+    Raises:
+        SystemExit: a seam is not in place, or environment, arguments and gate do not agree.
+    """
+    carried = getattr(server_args, DECISION_ATTRIBUTE, None)
+    decision = config.published()
+    if carried is None or decision is None or carried.decision != decision:
+        _stop(
+            "the decision on the server arguments and the one in the environment differ: "
+            f"{carried!r} and {decision!r}; a scheduler process must be started by the server that decided"
+        )
+    if (decision.cp_size, decision.page_size) != (server_args.attn_cp_size, server_args.page_size):
+        _stop(
+            f"decided for cp_size={decision.cp_size}, page_size={decision.page_size}, but this scheduler has "
+            f"attn_cp_size={server_args.attn_cp_size}, page_size={server_args.page_size}"
+        )
+    try:
+        assert _scheduler_patches is not None
+        _scheduler_patches.attest()
+        gate_with_extensions().require(gather_facts(server_args, _scheduler_patches.release.arguments))
+    except (SeamError, GateError) as error:
+        _stop(error)

@@ -1,0 +1,338 @@
+"""The KV pool of one rank: it keeps owned pages and shows the stock kernels a dense workspace.
+
+The stock accessors and writers index ``kv_buffer`` and ``index_k_with_scale_buffer``, one entry a layer. Here every
+entry of both lists is the workspace, so whatever stock code reads or writes by slot, it reads and writes there, and the
+persistent tensors are out of its reach. Per layer the order is: gather the prefix pages into the workspace, let stock
+code write the chunk over it (with its own quantisation), copy the owned pages, as bytes, into the persistent tensors.
+Copying whole pages is right because the gather has filled the page that the prefix ends in, and it carries the split
+K/scale layout of an index page along unseen.
+
+The workspace is one layer deep: it is stamped with the layer it holds, and a read of any other is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+
+from cp_shared_kv.collectives import GatherIndices, PageGather, page_rows
+from cp_shared_kv.layout import CpSharedKVLayout
+from cp_shared_kv.metrics import COUNTERS
+from cp_shared_kv.plan import ForwardPlan
+
+
+class SharedPoolError(RuntimeError):
+    """The pool was used in a way that could have returned stale or foreign data."""
+
+
+@dataclass
+class _Store:
+    """One kind of cached data: per-layer pages, their workspace, and the layer that the workspace holds."""
+
+    name: str
+    layers: list[torch.Tensor]
+    workspace: torch.Tensor
+    layer_rows: list[torch.Tensor]
+    workspace_rows: torch.Tensor
+    holds: int | None = None
+
+
+class ActivePlan:
+    """A plan on the device, for the time of one forward.
+
+    Args:
+        plan: the host-side plan.
+        page_size: tokens per page.
+        device: the pool's device.
+
+    Attributes:
+        page_table: workspace page of each page position, int32 ``(batch, pages)``.
+        indices: what the gather needs.
+        keep_workspace, keep_physical: owned pages that were written and where they are kept, int64.
+        write_slots: workspace slot of each row of the chunk, int64; set by :meth:`set_write_slots`.
+    """
+
+    def __init__(self, plan: ForwardPlan, page_size: int, device: torch.device | str) -> None:
+        self.plan = plan
+        self.page_size = page_size
+        sizes = [len(a) for a in (plan.gather_source, plan.surplus_source, plan.keep_workspace, plan.keep_physical)]
+        packed = torch.empty(sum(sizes), dtype=torch.int64)
+        torch.cat(
+            [
+                torch.from_numpy(a)
+                for a in (plan.gather_source, plan.surplus_source, plan.keep_workspace, plan.keep_physical)
+            ],
+            out=packed,
+        )
+        # One upload for all indices: each transfer costs a launch.
+        source, surplus_source, self.keep_workspace, self.keep_physical = packed.to(device, non_blocking=True).split(
+            sizes
+        )
+        self.page_table = torch.from_numpy(plan.tables).to(device, non_blocking=True)
+        self.indices = GatherIndices(plan.base_share, plan.surplus, source, surplus_source)
+        self.write_slots: torch.Tensor | None = None
+
+    @property
+    def trash_slot(self) -> int:
+        """First slot of the trash page."""
+        return self.plan.trash_page * self.page_size
+
+    def token_slots(self) -> torch.Tensor:
+        """Workspace slot of each token position, int32 ``(batch, pages * page_size)``; trash past the last page."""
+        offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.page_table.device)
+        return (self.page_table.unsqueeze(-1) * self.page_size + offsets).flatten(1)
+
+    def set_write_slots(self, token_slots: torch.Tensor, rows: int) -> None:
+        """Fix where the chunk's rows go.
+
+        Args:
+            token_slots: as :meth:`token_slots` gave it.
+            rows: rows that will be written; those beyond the chunk's tokens are padding and go to trash.
+
+        Raises:
+            SharedPoolError: the chunk has more tokens than rows.
+        """
+        parts = [
+            token_slots[i, prefix:seq]
+            for i, (prefix, seq) in enumerate(zip(self.plan.prefix_lens, self.plan.seq_lens, strict=True))
+        ]
+        padding = rows - sum(len(part) for part in parts)
+        if padding < 0:
+            raise SharedPoolError(f"the chunk has {rows - padding} tokens but only {rows} rows are written")
+        if padding:
+            parts.append(token_slots.new_full((padding,), self.trash_slot))
+        self.write_slots = torch.cat(parts).to(torch.int64) if parts else token_slots.new_empty(0, dtype=torch.int64)
+
+
+class CPSharedNSATokenToKVPool(NSATokenToKVPool):
+    """NSA/MLA KV pool that holds the pages one attention-CP rank owns.
+
+    Made from a stock pool of the physical size by :meth:`adopt`; ``size`` becomes the logical size, which SGLang
+    compares slots with.
+    """
+
+    layout: CpSharedKVLayout
+
+    @classmethod
+    def adopt(
+        cls, stock: NSATokenToKVPool, *, layout: CpSharedKVLayout, workspace_pages: int, gather: PageGather | None
+    ) -> CPSharedNSATokenToKVPool:
+        """Take over a stock pool's tensors and add the workspace.
+
+        Args:
+            stock: a pool built by SGLang for this rank's physical capacity; not to be used afterwards.
+            layout: placement of the group, with this rank's number.
+            workspace_pages: pages of the workspace, trash page included.
+            gather: gather over the group; None only where plans never have prefix pages of other ranks.
+
+        Raises:
+            TypeError: ``stock`` is not exactly the stock NSA pool.
+            ValueError: its page size differs from the layout's.
+        """
+        if type(stock) is not NSATokenToKVPool:
+            raise TypeError(f"CP shared KV can adopt only the stock NSATokenToKVPool, got {type(stock).__name__}")
+        if stock.page_size != layout.page_size:
+            raise ValueError(f"the pool has page size {stock.page_size}, the layout {layout.page_size}")
+        pool = cls.__new__(cls)
+        pool.__dict__.update(stock.__dict__)
+        pool._share(layout, workspace_pages, gather)
+        return pool
+
+    def _share(self, layout: CpSharedKVLayout, workspace_pages: int, gather: PageGather | None) -> None:
+        self.layout = layout
+        self.workspace_page_count = workspace_pages
+        self._gather = gather
+        self._active: ActivePlan | None = None
+        self.physical_size = self.size
+        self.size = self.physical_size * layout.cp_size
+        kv, index = self.kv_buffer, self.index_k_with_scale_buffer
+        kv_workspace = kv[0].new_zeros((workspace_pages * self.page_size, *kv[0].shape[1:]))
+        index_workspace = index[0].new_zeros((workspace_pages, *index[0].shape[1:]))
+        self._kv = self._make_store("MLA KV", kv, kv_workspace)
+        self._index = self._make_store("index-K", index, index_workspace)
+        self.kv_buffer = [kv_workspace] * self.layer_num
+        self.index_k_with_scale_buffer = [index_workspace] * self.layer_num
+
+    def _make_store(self, name: str, layers: list[torch.Tensor], workspace: torch.Tensor) -> _Store:
+        pages = self.physical_size // self.page_size + 1
+        rows = [page_rows(buffer, pages) for buffer in layers]
+        return _Store(name, layers, workspace, rows, page_rows(workspace, self.workspace_page_count))
+
+    @property
+    def physical_kv_buffer(self) -> list[torch.Tensor]:
+        """Persistent MLA KV, one tensor a layer, ``(physical slots + one page, 1, dim)``."""
+        return self._kv.layers
+
+    @property
+    def physical_index_k_with_scale_buffer(self) -> list[torch.Tensor]:
+        """Persistent index-K with scales, one tensor a layer, ``(physical pages + 1, bytes per page)`` uint8."""
+        return self._index.layers
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of both workspaces."""
+        return self._kv.workspace.nbytes + self._index.workspace.nbytes
+
+    # One forward.
+
+    def begin_forward(self, plan: ForwardPlan) -> ActivePlan:
+        """Start a forward: from here on reads and writes go by ``plan``."""
+        self.end_forward()
+        self._active = ActivePlan(plan, self.page_size, self.device)
+        if plan.seq_lens:
+            COUNTERS.add(forwards=1, prefix_pages=plan.prefix_pages)
+        return self._active
+
+    def end_forward(self) -> None:
+        """End the forward, also after an error; the workspace's content is void from here on."""
+        self._active = None
+        self._kv.holds = self._index.holds = None
+
+    def _require_plan(self, what: str) -> ActivePlan:
+        if self._active is None:
+            raise SharedPoolError(
+                f"{what} outside a forward: the shared pool has no plan, so slots cannot be told from pages. "
+                "This is a defect of the plugin or an unsupported feature of the server; please report it"
+            )
+        return self._active
+
+    def _load(self, store: _Store, layer_id: int) -> None:
+        """Gather the prefix pages of a layer and stamp the workspace."""
+        active = self._require_plan(f"write of {store.name} of layer {layer_id}")
+        store.holds = None
+        if active.plan.gathered_pages:
+            if self._gather is None:
+                raise SharedPoolError("this pool was made without a gather but the plan reads prefix pages")
+            received = self._gather.gather(
+                store.layer_rows[layer_id - self.start_layer], store.workspace_rows, active.indices
+            )
+            COUNTERS.add(gather_calls=1, gathered_bytes=received)
+        store.holds = layer_id
+
+    def _keep(self, store: _Store, layer_id: int) -> None:
+        """Copy the owned pages of the chunk from the workspace into the persistent pool."""
+        active = self._require_plan(f"write of {store.name} of layer {layer_id}")
+        if len(active.keep_physical):
+            rows = store.workspace_rows.index_select(0, active.keep_workspace)
+            store.layer_rows[layer_id - self.start_layer].index_copy_(0, active.keep_physical, rows)
+
+    def _write_slots(self, rows: int, what: str) -> torch.Tensor:
+        slots = self._require_plan(what).write_slots
+        if slots is None or len(slots) != rows:
+            planned = "none" if slots is None else str(len(slots))
+            raise SharedPoolError(f"{what} brings {rows} rows but the plan has {planned}")
+        return slots
+
+    def _check_read(self, store: _Store, layer_id: int) -> None:
+        self._require_plan(f"read of {store.name} of layer {layer_id}")
+        if store.holds != layer_id:
+            raise SharedPoolError(
+                f"read of {store.name} of layer {layer_id} but the workspace holds layer {store.holds}: "
+                "the read would return another layer's data"
+            )
+
+    # The two write points; every rank reaches both, so both may communicate.
+
+    def set_mla_kv_buffer(
+        self, layer: Any, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+    ) -> None:
+        """Stock write of one layer's MLA KV, with the gather before it and the keeping after it."""
+        slots = self._write_slots(loc.shape[0], f"write of MLA KV of layer {layer.layer_id}")
+        self._load(self._kv, layer.layer_id)
+        super().set_mla_kv_buffer(layer, slots, cache_k_nope, cache_k_rope)
+        self._keep(self._kv, layer.layer_id)
+
+    @contextmanager
+    def storing_index_k(self, layer_id: int, rows: int) -> Iterator[torch.Tensor]:
+        """Around the stock store of one layer's index-K.
+
+        Args:
+            layer_id: the layer.
+            rows: rows that stock code is about to store.
+
+        Yields:
+            the workspace slots to store them at, int64 ``(rows,)``.
+        """
+        slots = self._write_slots(rows, f"write of index-K of layer {layer_id}")
+        self._load(self._index, layer_id)
+        yield slots
+        self._keep(self._index, layer_id)
+
+    # Reads: stock code on the workspace, once it is known to hold the layer.
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor:
+        self._check_read(self._kv, layer_id)
+        return super().get_key_buffer(layer_id)
+
+    def get_value_buffer(self, layer_id: int) -> torch.Tensor:
+        self._check_read(self._kv, layer_id)
+        return super().get_value_buffer(layer_id)
+
+    def get_index_k_with_scale_buffer(self, layer_id: int) -> torch.Tensor:
+        self._check_read(self._index, layer_id)
+        return super().get_index_k_with_scale_buffer(layer_id)
+
+    def get_index_k_continuous(self, layer_id: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._check_read(self._index, layer_id)
+        return super().get_index_k_continuous(layer_id, *args, **kwargs)
+
+    def get_index_k_scale_continuous(self, layer_id: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._check_read(self._index, layer_id)
+        return super().get_index_k_scale_continuous(layer_id, *args, **kwargs)
+
+    def get_index_k_scale_buffer(self, layer_id: int, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check_read(self._index, layer_id)
+        return super().get_index_k_scale_buffer(layer_id, *args, **kwargs)
+
+    def set_index_k_scale_buffer(self, layer_id: int, *args: Any, **kwargs: Any) -> None:
+        self._check_read(self._index, layer_id)  # reached only inside `storing_index_k`
+        super().set_index_k_scale_buffer(layer_id, *args, **kwargs)
+
+    # Bytes and addresses are those of the persistent tensors.
+
+    @contextmanager
+    def _persistent(self) -> Iterator[None]:
+        shown = self.kv_buffer, self.index_k_with_scale_buffer
+        self.kv_buffer, self.index_k_with_scale_buffer = self._kv.layers, self._index.layers
+        try:
+            yield
+        finally:
+            self.kv_buffer, self.index_k_with_scale_buffer = shown
+
+    def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        with self._persistent():
+            return super().get_contiguous_buf_infos()
+
+    def get_state_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
+        with self._persistent():
+            return super().get_state_buf_infos()
+
+    def get_kv_size_bytes(self) -> int:
+        with self._persistent():
+            return super().get_kv_size_bytes()
+
+    def _clear_buffers(self) -> None:
+        super()._clear_buffers()
+        del self._kv, self._index
+
+    # Stock paths that address slots without a plan.
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise SharedPoolError(f"{what} is not supported under CP shared KV")
+
+    def set_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("set_kv_buffer (a non-MLA write)")
+
+    def get_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("get_mla_kv_buffer (a read by logical slot)")
+
+    def get_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("get_cpu_copy (offload of KV to the host)")
+
+    def load_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("load_cpu_copy (load of KV from the host)")

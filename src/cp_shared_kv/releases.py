@@ -1,0 +1,339 @@
+"""SGLang releases as data: where each seam lies, how it looked, and what its arguments are called.
+
+Releases that are alike share a row. Nothing outside this module asks for a version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cp_shared_kv.seams import SeamError, Target
+
+
+@dataclass(frozen=True)
+class ArgumentNames:
+    """Names of ``ServerArgs`` fields, and of flags in messages, that differ between releases.
+
+    Attributes:
+        prefill_cp: field that turns prefill CP on.
+        prefill_cp_flag: its flag.
+        cp_mode: field with the split mode.
+        cp_mode_flag: its flag.
+        in_seq_split: value of the split mode that shared KV supports.
+        prefill_backend: field with the NSA prefill backend.
+        prefill_backend_flag: its flag.
+        decode_backend: field with the NSA decode backend.
+    """
+
+    prefill_cp: str
+    prefill_cp_flag: str
+    cp_mode: str
+    cp_mode_flag: str
+    in_seq_split: str
+    prefill_backend: str
+    prefill_backend_flag: str
+    decode_backend: str
+
+
+@dataclass(frozen=True)
+class Release:
+    """One row: the releases it covers, their argument names, and their seams (id -> place and look)."""
+
+    versions: tuple[str, ...]
+    arguments: ArgumentNames
+    targets: Mapping[str, Target]
+
+
+_NSA_ARGUMENTS = ArgumentNames(
+    prefill_cp="enable_nsa_prefill_context_parallel",
+    prefill_cp_flag="--enable-nsa-prefill-context-parallel",
+    cp_mode="nsa_prefill_cp_mode",
+    cp_mode_flag="--nsa-prefill-cp-mode",
+    in_seq_split="in-seq-split",
+    prefill_backend="nsa_prefill_backend",
+    prefill_backend_flag="--nsa-prefill-backend",
+    decode_backend="nsa_decode_backend",
+)
+
+_TARGETS_0_5_12_POST1: dict[str, Target] = {
+    "server_args.add_cli_args": Target(
+        "sglang.srt.server_args",
+        "ServerArgs.add_cli_args",
+        ("parser",),
+        "1a3e26d9cf1e0f01",
+    ),
+    "server_args.from_cli_args": Target(
+        "sglang.srt.server_args",
+        "ServerArgs.from_cli_args",
+        ("cls", "args"),
+        "fb2f7d7cab056cea",
+    ),
+    "server_args.check_server_args": Target(
+        "sglang.srt.server_args",
+        "ServerArgs.check_server_args",
+        ("self",),
+        "e4ed89d9219ec4b0",
+    ),
+    "scheduler.init": Target(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.__init__",
+        (
+            "self",
+            "server_args",
+            "port_args",
+            "gpu_id",
+            "tp_rank",
+            "moe_ep_rank",
+            "pp_rank",
+            "attn_cp_rank",
+            "moe_dp_rank",
+            "dp_rank",
+        ),
+        "a18f1c2b06925473",
+    ),
+    "capacity.profile_available_bytes": Target(
+        "sglang.srt.model_executor.model_runner_kv_cache_mixin",
+        "ModelRunnerKVCacheMixin._profile_available_bytes",
+        ("self", "pre_model_load_memory"),
+        "ddeb51527127fafa",
+    ),
+    "capacity.init_pools": Target(
+        "sglang.srt.model_executor.model_runner_kv_cache_mixin",
+        "ModelRunnerKVCacheMixin._init_pools",
+        ("self",),
+        "c090378592d822e8",
+    ),
+    "capacity.mla_kv_cache_dim": Target(
+        "sglang.srt.model_executor.model_runner_kv_cache_mixin",
+        "ModelRunnerKVCacheMixin.calculate_mla_kv_cache_dim",
+        ("self",),
+        "6e0ca5eacb19b963",
+    ),
+    "allocator.init": Target(
+        "sglang.srt.mem_cache.allocator",
+        "PagedTokenToKVPoolAllocator.__init__",
+        ("self", "size", "page_size", "dtype", "device", "kvcache", "need_sort"),
+        "02a4c83269c42c0e",
+    ),
+    "pool.init": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.__init__",
+        (
+            "self",
+            "size",
+            "page_size",
+            "kv_lora_rank",
+            "dtype",
+            "qk_rope_head_dim",
+            "layer_num",
+            "device",
+            "index_head_dim",
+            "enable_memory_saver",
+            "kv_cache_dim",
+            "start_layer",
+            "end_layer",
+            "index_buf_size",
+        ),
+        "5b1a778ab1880dd4",
+    ),
+    "pool.set_mla_kv_buffer": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "MLATokenToKVPool.set_mla_kv_buffer",
+        ("self", "layer", "loc", "cache_k_nope", "cache_k_rope"),
+        "c29635286c8169d3",
+    ),
+    "pool.get_key_buffer": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "MLATokenToKVPool.get_key_buffer",
+        ("self", "layer_id"),
+        "3b7b8736b8c26b1c",
+    ),
+    "pool.get_index_k_with_scale_buffer": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.get_index_k_with_scale_buffer",
+        ("self", "layer_id"),
+        "509e3f5ace93394e",
+    ),
+    "pool.get_index_k_continuous": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.get_index_k_continuous",
+        ("self", "layer_id", "seq_len", "page_indices"),
+        "5493f7f454b6a535",
+    ),
+    "pool.get_index_k_scale_continuous": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.get_index_k_scale_continuous",
+        ("self", "layer_id", "seq_len", "page_indices"),
+        "6cfee4e37cb27a33",
+    ),
+    "pool.get_index_k_scale_buffer": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.get_index_k_scale_buffer",
+        ("self", "layer_id", "seq_len_tensor", "page_indices", "seq_len_sum", "max_seq_len"),
+        "bb49d7029a8e658c",
+    ),
+    "pool.set_index_k_scale_buffer": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.set_index_k_scale_buffer",
+        ("self", "layer_id", "loc", "index_k", "index_k_scale"),
+        "9365626960c721f1",
+    ),
+    "pool.get_contiguous_buf_infos": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "MLATokenToKVPool.get_contiguous_buf_infos",
+        ("self",),
+        "f21f025507bd3bdd",
+    ),
+    "pool.get_state_buf_infos": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.get_state_buf_infos",
+        ("self",),
+        "6daff0ed74d57b23",
+    ),
+    "attention.init_forward_metadata": Target(
+        "sglang.srt.layers.attention.nsa_backend",
+        "NativeSparseAttnBackend.init_forward_metadata",
+        ("self", "forward_batch"),
+        "7a7a9f9d67c57f21",
+    ),
+    "attention.model_forward": Target(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner.forward",
+        (
+            "self",
+            "forward_batch",
+            "skip_attn_backend_init",
+            "pp_proxy_tensors",
+            "reinit_attn_backend",
+            "split_forward_count",
+        ),
+        "de8983877323e2ec",
+    ),
+    "attention.forward_extend": Target(
+        "sglang.srt.layers.attention.nsa_backend",
+        "NativeSparseAttnBackend.forward_extend",
+        (
+            "self",
+            "q",
+            "k",
+            "v",
+            "layer",
+            "forward_batch",
+            "save_kv_cache",
+            "q_rope",
+            "k_rope",
+            "topk_indices",
+            "cos_sin_cache",
+            "is_neox",
+            "llama_4_scaling",
+        ),
+        "ee765a8a5b2975f6",
+    ),
+    "indexer.store_index_k_cache": Target(
+        "sglang.srt.layers.attention.nsa.nsa_indexer",
+        "Indexer._store_index_k_cache",
+        ("self", "forward_batch", "layer_id", "key", "act_quant"),
+        "b342022c9d3e98ee",
+    ),
+    "transfer.manager_init": Target(
+        "sglang.srt.disaggregation.common.conn",
+        "CommonKVManager.__init__",
+        ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend"),
+        "ee4a8d00ada0d6fc",
+    ),
+    "transfer.filter_kv_indices": Target(
+        "sglang.srt.disaggregation.utils",
+        "filter_kv_indices_for_cp_rank",
+        ("kv_mgr", "kv_indices", "index_slice"),
+        "7cce33d97d7bb0cc",
+    ),
+    "transfer.record_transfer_indices": Target(
+        "sglang.srt.disaggregation.common.conn",
+        "CommonKVSender._record_transfer_indices",
+        ("self", "kv_indices", "state_indices"),
+        "b8ffa092bd2e712e",
+    ),
+    "transfer.add_transfer_request": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.add_transfer_request",
+        ("self", "bootstrap_room", "kv_indices", "index_slice", "is_last_chunk", "aux_index", "state_indices"),
+        "9125b9a0786314c6",
+    ),
+    "transfer.send_kvcache": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.send_kvcache",
+        ("self", "mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices", "executor"),
+        "faa82a07edeb4797",
+    ),
+    "transfer.maybe_send_extra": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.maybe_send_extra",
+        ("self", "req", "prefill_state_indices", "executor", "target_rank_registration_info"),
+        "2948e9d959c09a1f",
+    ),
+    "transfer.send_aux": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.send_aux",
+        ("self", "req", "prefill_aux_index", "dst_aux_ptrs"),
+        "106b4ad5ded6a9ae",
+    ),
+    "transfer.transfer_worker": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.transfer_worker",
+        ("self", "queue", "executor", "staging_buffer"),
+        "3b4b245a8eab5548",
+    ),
+    "transfer.sender_send": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVSender.send",
+        ("self", "kv_indices", "state_indices"),
+        "7b3bfd8aeed83034",
+    ),
+    "transfer.sync_status": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.sync_status_to_decode_endpoint",
+        ("self", "remote", "dst_port", "room", "status", "prefill_rank"),
+        "efdd9425749e2129",
+    ),
+    "prefill.queue_add": Target(
+        "sglang.srt.disaggregation.prefill",
+        "PrefillBootstrapQueue.add",
+        ("self", "req", "num_kv_heads"),
+        "f99af85affefb5b0",
+    ),
+    "prefill.queue_pop_bootstrapped": Target(
+        "sglang.srt.disaggregation.prefill",
+        "PrefillBootstrapQueue.pop_bootstrapped",
+        ("self", "return_failed_reqs", "rids_to_check"),
+        "a20185261cdea99a",
+    ),
+    "prefill.send_kv_chunk": Target(
+        "sglang.srt.disaggregation.prefill",
+        "SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        ("self", "req", "last_chunk", "end_idx"),
+        "6c62cc68ff8b82c5",
+    ),
+}
+
+RELEASES: tuple[Release, ...] = (Release(("0.5.12.post1",), _NSA_ARGUMENTS, _TARGETS_0_5_12_POST1),)
+
+
+def supported_versions() -> tuple[str, ...]:
+    """All releases with a row, oldest first."""
+    return tuple(version for release in RELEASES for version in release.versions)
+
+
+def release_for(version: str) -> Release:
+    """Row of a release; a local part such as ``+cu130`` does not count.
+
+    Raises:
+        SeamError: the release has no row.
+    """
+    public = version.split("+", 1)[0]
+    for release in RELEASES:
+        if public in release.versions:
+            return release
+    raise SeamError(
+        [f"SGLang {version} is not a supported release: supported are {', '.join(supported_versions())}; install one"]
+    )

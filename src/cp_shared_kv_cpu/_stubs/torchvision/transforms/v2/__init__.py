@@ -1,0 +1,1 @@
+"""Stand-in for torchvision.transforms.v2, import only."""

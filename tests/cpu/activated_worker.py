@@ -1,0 +1,174 @@
+"""Run in a process of its own by the tests: the activated CPU platform, with the stock Triton kernels interpreted.
+
+Writes to the path in argv[1] what the stock kernels made of fixed inputs, which seams activation replaced, and how
+SGLang parses the flags of ``launch``. The inputs are stored with the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+import torch
+
+from cp_shared_kv_cpu import activate, is_active, launch
+
+PAGE = 64
+
+
+def normal(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_stock_kernels() -> dict[str, dict[str, Any]]:
+    """Inputs and results by kernel; small, since the interpreter takes milliseconds a program."""
+    from sglang.srt.layers.attention.nsa import dequant_k_cache, index_buf_accessor, quant_k_cache, triton_kernel
+    from sglang.srt.mem_cache import utils
+
+    results: dict[str, dict[str, Any]] = {}
+
+    def record(name: str, function: Any, **inputs: Any) -> Any:
+        stored = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+        output = function(**inputs)
+        # Kernels that write in place leave their result in an input.
+        results[name] = {"inputs": stored, "output": output, "after": inputs}
+        return output
+
+    x = normal(3, 2, 256, seed=1).bfloat16()
+    x[0, 0, :128] = 0  # below the floor of the maximum
+    x[1, 1] *= 1e4
+    x[2, 0] = torch.linspace(-1, 1, 256).bfloat16()  # every exponent, also the subnormal ones
+    for scale_fmt in (None, "ue8m0"):
+        record(f"act_quant {scale_fmt}", triton_kernel.act_quant, x=x, block_size=128, scale_fmt=scale_fmt)
+
+    buf = torch.randint(0, 256, (5, PAGE * 132), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+    pages = torch.tensor([[3, 1, 0], [4, 0, 0]], dtype=torch.int32)
+    common = {"buf": buf, "page_size": PAGE, "index_head_dim": 128}
+    record("get_k", index_buf_accessor._get_k_triton, page_indices=pages[0], seq_len=PAGE + 5, **common)
+    record("get_s", index_buf_accessor._get_s_triton, page_indices=pages[0], seq_len=PAGE + 5, **common)
+    record(
+        "get_k_and_s",
+        index_buf_accessor._get_k_and_s_triton,
+        page_indices=pages,
+        seq_lens=torch.tensor([PAGE + 5, 7]),
+        seq_len_sum=PAGE + 12,
+        max_seq_len=PAGE + 5,
+        **common,
+    )
+    record(
+        "set_k_and_s",
+        index_buf_accessor._set_k_and_s_triton,
+        buf=buf.clone(),
+        loc=torch.tensor([2 * PAGE - 1, 2 * PAGE, 5 * PAGE - 1, 0]),
+        index_k=normal(4, 128, seed=3).to(torch.float8_e4m3fn),
+        index_k_scale=normal(4, 1, seed=4).abs(),
+        page_size=PAGE,
+    )
+
+    nope, rope = normal(4, 1, 512, seed=5).bfloat16(), normal(4, 1, 64, seed=6).bfloat16()
+    nope[1, 0, 128:256] = 0  # a tile whose scale is 0
+    # A tie that y * (1 / scale) rounds up and y / scale rounds down.
+    nope[0, 0, :128] = 0
+    nope[0, 0, :2] = torch.tensor([1.078125, 0.80859375])
+    nope[2] *= 1e-3
+    nope[3, 0] = torch.linspace(-1, 1, 512).bfloat16()
+    parts = record("quantize_k_cache_separate", quant_k_cache.quantize_k_cache_separate, k_nope=nope, k_rope=rope)
+    whole = torch.cat([nope, rope], -1)[:, None]
+    quantized = record("quantize_k_cache", quant_k_cache.quantize_k_cache, cache_k=whole)
+    slots = quantized.view(4, 1, 656)
+    table = torch.tensor([3, 0, 2, 2], dtype=torch.int32)
+    record(
+        "dequantize_k_cache_paged",
+        dequant_k_cache.dequantize_k_cache_paged,
+        quant_k_cache=slots,
+        page_table_1_flattened=table,
+    )
+    loc = torch.tensor([5, 0, 2, 7])
+    kv_buffer = normal(8, 1, 576, seed=7).bfloat16()
+    write = {"loc": loc, "cache_k_nope": nope, "cache_k_rope": rope}
+    record("set_mla_kv_buffer bf16", utils.set_mla_kv_buffer_triton, kv_buffer=kv_buffer.clone(), **write)
+    record(
+        "set_mla_kv_buffer fp8",
+        utils.set_mla_kv_buffer_triton,
+        kv_buffer=torch.zeros(8, 1, 656, dtype=torch.uint8),
+        loc=loc,
+        cache_k_nope=parts[0],
+        cache_k_rope=parts[1],
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        record(
+            f"get_mla_kv_buffer {dtype}",
+            utils.get_mla_kv_buffer_triton,
+            kv_buffer=kv_buffer,
+            loc=loc,
+            cache_k_nope=torch.zeros(4, 1, 512, dtype=dtype),
+            cache_k_rope=torch.zeros(4, 1, 64, dtype=dtype),
+        )
+    return results
+
+
+def seam_owners() -> dict[str, str]:
+    """For names that SGLang code looks up at run time: the module of the function found there."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers.attention import nsa_backend
+    from sglang.srt.layers.attention.nsa import index_buf_accessor, nsa_indexer, triton_kernel
+    from sglang.srt.mem_cache import memory_pool
+
+    found = {
+        "indexer.fused_store_index_k_cache": nsa_indexer.fused_store_index_k_cache,
+        "indexer.deep_gemm": nsa_indexer.deep_gemm.fp8_mqa_logits,
+        "accessor.get_k": index_buf_accessor._get_k_triton,
+        "triton_kernel.act_quant": triton_kernel.act_quant,
+        "pool.set_mla_kv_buffer": memory_pool.set_mla_kv_buffer_triton,
+        "pool.quantize": memory_pool.quantize_k_cache_separate,
+        "backend.dequantize": nsa_backend.dequantize_k_cache_paged,
+        "parallel.inplace_all_reduce": parallel_state.inplace_all_reduce,
+    }
+    return {name: function.__module__ for name, function in found.items()}
+
+
+def parsed_flags() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs of engine arguments and what SGLang's own parser makes of the flags for the same options."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    pairs = []
+    for options in (
+        {},
+        {"role": "prefill", "cp_size": 2, "bootstrap_port": 8999, "port": 30001, "chunked_prefill_size": 256},
+        {"role": "decode", "kv_cache_dtype": "fp8_e4m3", "context_length": 2048, "max_total_tokens": 1024},
+    ):
+        parsed = vars(parser.parse_args(launch.server_flags("tiny", **options)))
+        # Two flags carry another name in the parser than in ServerArgs.
+        parsed["tp_size"] = parsed.pop("tensor_parallel_size", parsed.get("tp_size"))
+        pairs.append((launch.engine_arguments("tiny", **options), parsed))
+    return pairs
+
+
+def main() -> None:
+    """Activate with the interpreter kept, record, then install the twins and look at the seams again."""
+    os.environ["CP_SHARED_KV_CPU_INTERPRET"] = "1"
+    launch.apply_cpu_environment(1)
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    result: dict[str, Any] = {"active": is_active(), "interpreted": seam_owners(), "kernels": run_stock_kernels()}
+
+    from cp_shared_kv_cpu import triton_twins
+
+    triton_twins.install()
+    result["twins"] = seam_owners()
+    activate()
+    result["again"] = seam_owners()
+    result["capability"] = torch.cuda.get_device_capability()
+    result["device"] = torch.zeros(1, device="cuda").device.type
+    result["cuda_available"] = torch.cuda.is_available()
+    result["flags"] = parsed_flags()
+    torch.save(result, sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

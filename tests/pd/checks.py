@@ -1,0 +1,101 @@
+"""What must hold after a run, as assertions over a Report; every test of this package is made of these."""
+
+from __future__ import annotations
+
+from .prefill import owner_and_physical
+from .scenario import ABORTED, ITEM_LEN, KINDS, LAYERS, SUCCESS, Report, Request
+
+
+def assert_served(report: Report, *requests: Request) -> None:
+    """Each request (all of the scenario by default) ended well on every rank and its pages are right, byte by byte.
+
+    Every CP rank sent exactly the pages that it owns, every layer of them once to each decode rank: the union over
+    ranks is what decode asked for and no page crossed the wire twice.
+    """
+    for request in requests or report.scenario.requests():
+        room = request.room
+        for rank in report.prefill:
+            outcome = rank.outcomes[room]
+            assert outcome.status == SUCCESS, f"room {room}, prefill rank {rank.cp_rank}: {outcome}"
+            assert (outcome.streamed, outcome.released) == (1, 1), (
+                f"room {room}, prefill rank {rank.cp_rank}: {outcome}"
+            )
+        if not request.fake:
+            _assert_pages_arrived(report, room)
+        _assert_owners_sent(report, request)
+
+
+def _assert_pages_arrived(report: Report, room: int) -> None:
+    for rank in report.decode:
+        outcome = rank.outcomes[room]
+        assert outcome.status == SUCCESS, f"room {room}, decode rank {rank.tp_rank}: {outcome}"
+        assert outcome.wrong_pages == {kind: [] for kind in KINDS}, f"room {room}, decode rank {rank.tp_rank}"
+        assert outcome.error == "", f"room {room}, decode rank {rank.tp_rank}: {outcome.error}"
+
+
+def _assert_owners_sent(report: Report, request: Request) -> None:
+    cp_size = report.scenario.cp_size
+    for kind in KINDS:
+        expected = request.positions_to_send(kind)
+        sent = [rank.traffic.positions(request.room, kind) for rank in report.prefill]
+        assert set().union(*sent) == expected, f"room {request.room}: {kind} positions sent {sent}, asked {expected}"
+        assert sum(map(len, sent)) == len(expected), f"room {request.room}: {kind} positions sent twice: {sent}"
+        for rank, positions in zip(report.prefill, sent, strict=True):
+            owned = {p for p in expected if owner_and_physical(request.pages[p], cp_size)[0] == rank.cp_rank}
+            assert positions == owned, f"room {request.room}: rank {rank.cp_rank} sent {kind} {positions}, owns {owned}"
+            if owned:
+                times = rank.traffic.pages[request.room][kind]
+                once_each = {(layer, p): report.scenario.decode_tp for layer in range(LAYERS) for p in owned}
+                assert dict(times) == once_each, f"room {request.room}: rank {rank.cp_rank} sent {kind} {dict(times)}"
+
+
+def assert_failed_once(report: Report, *requests: Request) -> None:
+    """Each request failed on every rank of both sides, once, in time, and left only right or untouched pages.
+
+    A side that learns of the failure by its own time limit counts as hung, not as failed.
+    """
+    for request in requests:
+        for rank in [*report.prefill, *report.decode]:
+            outcome = rank.outcomes[request.room]
+            assert outcome.status == ABORTED, f"{type(rank).__name__}: {outcome}"
+            assert (outcome.streamed, outcome.released) == (1, 1), f"{type(rank).__name__}: {outcome}"
+        for rank in report.decode:
+            torn = rank.outcomes[request.room].wrong_pages
+            assert torn == {kind: [] for kind in KINDS}, f"room {request.room} wrote other bytes: {torn}"
+
+
+def assert_nothing_else_happened(report: Report) -> None:
+    """No byte read outside registered memory, none written to a page of nobody, no transfer thread lost."""
+    for rank in report.prefill:
+        assert rank.traffic.outside_registered == 0, f"rank {rank.cp_rank} read outside registered memory"
+        assert rank.traffic.unknown_pages == [], f"rank {rank.cp_rank} sent pages that hold no request"
+        assert rank.workers_alive == rank.workers_started > 0, f"rank {rank.cp_rank} lost a transfer thread"
+    for rank in report.decode:
+        for wave, clobbered in rank.clobbered.items():
+            assert clobbered == {kind: [] for kind in KINDS}, f"wave {wave}, decode rank {rank.tp_rank}"
+
+
+def assert_bytes_exact(report: Report) -> None:
+    """Bytes on the wire, over all ranks: pages x layers x item length x decode ranks; and the product counted them."""
+    for kind in KINDS:
+        pages = sum(len(request.positions_to_send(kind)) for request in report.scenario.requests())
+        expected = pages * LAYERS * ITEM_LEN[kind] * report.scenario.decode_tp
+        assert sum(rank.traffic.bytes[kind] for rank in report.prefill) == expected, kind
+    assert_counters_match_wire(report)
+
+
+def assert_counters_match_wire(report: Report) -> None:
+    """The product's counters say what the tap on the write call saw; a page counts once, with all its layers."""
+    for rank in report.prefill:
+        seen = {}
+        for kind in KINDS:
+            seen[f"{kind}_bytes"] = rank.traffic.bytes[kind]
+            seen[f"{kind}_pages"] = rank.traffic.bytes[kind] // (LAYERS * ITEM_LEN[kind])
+        assert rank.counters == seen, f"rank {rank.cp_rank}"
+
+
+def assert_all_well(report: Report) -> None:
+    """Everything above for a scenario in which nothing goes wrong."""
+    assert_served(report)
+    assert_nothing_else_happened(report)
+    assert_bytes_exact(report)

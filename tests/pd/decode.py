@@ -1,0 +1,284 @@
+"""One decode TP rank, all stock: pool, KV manager, receivers and DecodeTransferQueue."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .pools import Cluster, init_distributed, init_engine, make_pool, page_bytes, poison
+from .prefill import LOOPBACK, METADATA_SLOTS, first_token
+from .scenario import (
+    ABORTED,
+    DECODE_POISON,
+    HUNG,
+    KINDS,
+    LAYERS,
+    PAGE_SIZE,
+    SUCCESS,
+    DecodeOutcome,
+    DecodeReport,
+    Request,
+    page_content,
+)
+from .standins import ClientStream, Req, ServerArgs, TreeCache
+
+
+class NoSpeculation:
+    def is_none(self) -> bool:
+        return True
+
+
+@dataclass
+class DecodeScheduler:
+    """What DecodeTransferQueue reads of the decode scheduler."""
+
+    server_args: ServerArgs
+    stream_output: ClientStream
+    spec_algorithm: NoSpeculation
+    enable_hisparse: bool = False
+    enable_metrics: bool = False
+
+
+class DecodeRank:
+    """The rank's objects and the steps that a decode scheduler takes for each request."""
+
+    def __init__(self, cluster: Cluster, tp_rank: int) -> None:
+        self.scenario = cluster.scenario
+        self.tp_rank = tp_rank
+        self.prefill_address = f"{LOOPBACK}:{cluster.bootstrap_port}"
+        cluster.barrier.wait()  # the bootstrap server is up
+        init_distributed(self.scenario.decode_tp, tp_rank, cluster.decode_dist_port, cp_size=1)
+        init_engine()
+        self.pool = make_pool(self.scenario.decode_pages)
+        poison(self.pool, DECODE_POISON)
+        self._build_queues(cluster.bootstrap_port)
+        self.outcomes: dict[int, DecodeOutcome] = {}
+        self.clobbered: dict[int, dict[str, list[int]]] = {}
+
+    def _build_queues(self, bootstrap_port: int) -> None:
+        import sglang.srt.distributed.parallel_state as parallel_state
+        from sglang.srt.disaggregation.base.conn import KVArgs
+        from sglang.srt.disaggregation.decode import DecodeTransferQueue
+        from sglang.srt.disaggregation.mooncake import MooncakeKVManager
+        from sglang.srt.disaggregation.utils import (
+            DisaggregationMode,
+            MetadataBuffers,
+            ReqToMetadataIdxAllocator,
+            setup_state_kv_args,
+        )
+
+        server_args = ServerArgs(disaggregation_bootstrap_port=bootstrap_port)
+        self.metadata = MetadataBuffers(METADATA_SLOTS, 16, torch.float32)
+        self.metadata_slots = ReqToMetadataIdxAllocator(METADATA_SLOTS)
+        args = KVArgs()
+        args.engine_rank = self.tp_rank
+        args.pp_rank = 0
+        args.system_dp_rank = None
+        args.page_size = PAGE_SIZE
+        args.gpu_id = 0
+        args.ib_device = None
+        args.prefill_start_layer = 0
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
+        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
+        setup_state_kv_args(args, self.pool, None, total_kv_layers=LAYERS)
+        self.manager = MooncakeKVManager(args, DisaggregationMode.DECODE, server_args, True)
+        self.stream = ClientStream()
+        self.world_group = parallel_state.get_world_group().cpu_group
+        self.transfers = DecodeTransferQueue(
+            gloo_group=parallel_state.get_tp_group().cpu_group,
+            req_to_metadata_buffer_idx_allocator=self.metadata_slots,
+            tp_rank=self.tp_rank,
+            metadata_buffers=self.metadata,
+            scheduler=DecodeScheduler(server_args, self.stream, NoSpeculation()),
+            tree_cache=TreeCache(),
+        )
+
+    def find_prefill(self) -> None:
+        """Fetch the prefill side's layout from the bootstrap server, as DecodePreallocQueue does."""
+        deadline = time.monotonic() + 10
+        while not self.manager.try_ensure_parallel_info(self.prefill_address):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the prefill ranks never finished registering at the bootstrap server")
+            time.sleep(0.02)
+
+    def renew_registration(self) -> None:
+        """What stock does when the heartbeat to the prefill server is lost, and when it is back.
+
+        It is the only way on 0.5.12 by which a running decode registers anew, and so the only one by which a prefill
+        rank takes it off its list of failed sessions.
+        """
+        self.manager._handle_node_failure(self.prefill_address)
+        self.find_prefill()
+
+    def serve(self, index: int, wave: tuple[Request, ...]) -> None:
+        """Ask for the requests of a wave and follow them to their end; fills ``outcomes`` (but for the wrong pages)."""
+        self.destinations = self._choose_destinations(index, wave)
+        wanted = [request for request in wave if not request.fake]
+        reqs = {request.room: self._ask_for(request) for request in wanted}
+        self.requests = {request.room: request for request in wanted}
+        # Prefill may need the whole of its time first: a hang is to be seen there, not cut short here.
+        deadline = time.monotonic() + self.scenario.timeout_s + 1
+        self.pages_at_success: dict[int, dict[str, list[int]]] = {}
+        done = False
+        while not done:
+            for req in self.transfers.pop_transferred():
+                # At once: from here on a real decode would read the pages.
+                self.pages_at_success[req.bootstrap_room] = self._differing(req.bootstrap_room)
+            over = torch.tensor([int(time.monotonic() > deadline)])
+            torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX, group=self.world_group)
+            done = not self.transfers.queue or bool(over)
+            time.sleep(0.005)
+        for room, req in reqs.items():
+            self.outcomes[room] = self._outcome(room, req)
+        self.transfers.queue.clear()
+
+    def _choose_destinations(self, index: int, wave: tuple[Request, ...]) -> dict[int, np.ndarray]:
+        """room -> int32 destination page by position, disjoint over the wave, different on every rank."""
+        pages = np.arange(1, self.scenario.decode_pages + 1, dtype=np.int32)
+        if not self.scenario.contiguous_destination:
+            pages = np.random.default_rng([index, self.tp_rank]).permutation(pages)
+        rooms = [request for request in wave if not request.fake]
+        ends = np.cumsum([len(request.pages) for request in rooms])
+        if len(ends) and ends[-1] > len(pages):
+            raise AssertionError("the decode pool is too small for this wave")
+        return {request.room: part for request, part in zip(rooms, np.split(pages, ends)[:-1], strict=True)}
+
+    def _ask_for(self, request: Request) -> Req:
+        from sglang.srt.disaggregation.decode import DecodeRequest
+        from sglang.srt.disaggregation.mooncake import MooncakeKVReceiver
+
+        req = Req(
+            rid=f"room-{request.room}",
+            bootstrap_host=LOOPBACK,
+            bootstrap_room=request.room,
+            origin_input_ids=list(range(request.tokens)),
+            req_pool_idx=0,
+        )
+        receiver = MooncakeKVReceiver(self.manager, self.prefill_address, request.room)
+        receiver.init(0)
+        slot = self.metadata_slots.alloc()
+        pages = self.destinations[request.room]
+        end = len(pages)
+        receiver.send_metadata(
+            pages[request.decode_prefix_pages : end - request.missing_kv_destinations],
+            slot,
+            [pages[: end - request.missing_state_destinations]],
+            decode_prefix_len=request.decode_prefix_pages * PAGE_SIZE,
+        )
+        self.transfers.add(DecodeRequest(req, receiver, waiting_for_input=True, metadata_buffer_index=slot))
+        return req
+
+    def _outcome(self, room: int, req: Req) -> DecodeOutcome:
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+        status, error = HUNG, ""
+        if room in self.pages_at_success:
+            status = SUCCESS
+            if req.output_ids != [first_token(room)]:
+                error = f"first token {req.output_ids}, expected {first_token(room)}"
+        elif isinstance(req.finished_reason, FINISH_ABORT):
+            error = str(req.finished_reason.message)
+            # Stock's own time limit turns a request that nobody finishes into a failed one.
+            status = HUNG if "timed out" in error else ABORTED
+        return DecodeOutcome(room, status, error, self.stream.times_streamed.get(room, 0), req.times_released)
+
+    def _differing(self, room: int) -> dict[str, list[int]]:
+        """kind -> positions whose destination page is not, in all layers, what it must be after a complete transfer."""
+        request, pages = self.requests[room], self.destinations[room]
+        wrong: dict[str, list[int]] = {}
+        for kind in KINDS:
+            sent = request.positions_to_send(kind)
+            wrong[kind] = [
+                position
+                for position, page in enumerate(pages)
+                if not all(
+                    np.array_equal(page_bytes(self.pool, kind, layer)[page], page_content(kind, layer, position, room))
+                    if position in sent
+                    else (page_bytes(self.pool, kind, layer)[page] == DECODE_POISON).all()
+                    for layer in range(LAYERS)
+                )
+            ]
+        return wrong
+
+    def _torn(self, room: int) -> dict[str, list[int]]:
+        """For a request that failed: positions with bytes that are neither poison nor right, or that nobody offered."""
+        request, pages = self.requests[room], self.destinations[room]
+        torn: dict[str, list[int]] = {}
+        for kind in KINDS:
+            missing = request.missing_kv_destinations if kind == "kv" else request.missing_state_destinations
+            offered = {p for p in request.positions_to_send(kind) if p < len(pages) - missing}
+            torn[kind] = []
+            for position, page in enumerate(pages):
+                for layer in range(LAYERS):
+                    found = page_bytes(self.pool, kind, layer)[page]
+                    right = position in offered and np.array_equal(found, page_content(kind, layer, position, room))
+                    if not right and not (found == DECODE_POISON).all():
+                        torn[kind].append(position)
+                        break
+        return torn
+
+    def _untouched(self, room: int) -> dict[str, list[int]]:
+        request, pages = self.requests[room], self.destinations[room]
+        return {
+            kind: [
+                position
+                for position in sorted(request.positions_to_send(kind))
+                if all(
+                    (page_bytes(self.pool, kind, layer)[pages[position]] == DECODE_POISON).all()
+                    for layer in range(LAYERS)
+                )
+            ]
+            for kind in KINDS
+        }
+
+    def inspect(self, index: int) -> None:
+        """Look at the whole pool once nothing is being written any more, and poison it for the next wave."""
+        for room, outcome in self.outcomes.items():
+            if room not in self.requests:
+                continue
+            if outcome.status == SUCCESS:
+                late = self._differing(room)
+                first = self.pages_at_success[room]
+                outcome.wrong_pages = {kind: sorted({*first[kind], *late[kind]}) for kind in KINDS}
+            else:
+                outcome.wrong_pages = self._torn(room)
+            outcome.untouched_pages = self._untouched(room)
+        nobodys = np.ones(self.scenario.decode_pages + 1, dtype=bool)
+        for pages in self.destinations.values():
+            nobodys[pages] = False
+        self.clobbered[index] = {
+            kind: sorted(
+                {
+                    int(page)
+                    for layer in range(LAYERS)
+                    for page in np.flatnonzero(
+                        (page_bytes(self.pool, kind, layer) != DECODE_POISON).any(axis=1) & nobodys
+                    )
+                }
+            )
+            for kind in KINDS
+        }
+        poison(self.pool, DECODE_POISON)
+
+    def report(self) -> DecodeReport:
+        return DecodeReport(self.tp_rank, self.outcomes, self.clobbered)
+
+
+def main(cluster: Cluster, tp_rank: int) -> DecodeReport:
+    """Body of a decode process: serve every wave, in step with the other ranks, and report."""
+    os.environ["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] = str(cluster.scenario.timeout_s)
+    rank = DecodeRank(cluster, tp_rank)
+    cluster.barrier.wait()
+    rank.find_prefill()
+    for index, wave in enumerate(cluster.scenario.waves):
+        if any(request.renew_registration for request in wave):
+            rank.renew_registration()
+        rank.serve(index, wave)
+        cluster.barrier.wait()
+        rank.inspect(index)
+        cluster.barrier.wait()
+    return rank.report()
