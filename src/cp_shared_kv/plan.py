@@ -95,6 +95,8 @@ class ForwardPlan:
         surplus_source: physical pages of this rank's surplus, int64.
         keep_workspace: written pages that this rank owns, int64 ``(kept,)``.
         keep_physical: where they are kept, int64 ``(kept,)``.
+        restore: of those, the positions of new pages that the chunk does not fill, int64; whole pages are kept, so
+            their other rows are first taken from the pool, and keep what they held as they would in stock.
         prefix_pages: distinct prefix pages of the batch.
         chunk_pages: distinct chunk pages of the batch.
         trash_page: the workspace's last page.
@@ -110,6 +112,7 @@ class ForwardPlan:
     surplus_source: npt.NDArray[np.int64]
     keep_workspace: npt.NDArray[np.int64]
     keep_physical: npt.NDArray[np.int64]
+    restore: npt.NDArray[np.int64]
     prefix_pages: int
     chunk_pages: int
     trash_page: int
@@ -196,6 +199,7 @@ def build_plan(
     source = np.zeros(share, dtype=np.int64)
     source[: min(share, len(mine))] = mine[:share]
     kept = write[layout.owner_for_logical_pages_np(write) == layout.cp_rank]
+    unfilled = [new[-1:] for (_, new, _), seq in zip(split, seq_lens, strict=True) if int(seq) % layout.page_size]
     return ForwardPlan(
         tables=local_tables,
         prefix_lens=tuple(int(x) for x in prefix_lens),
@@ -206,6 +210,7 @@ def build_plan(
         surplus_source=mine[share:],
         keep_workspace=locate(kept),
         keep_physical=layout.logical_pages_to_physical_np(kept),
+        restore=np.flatnonzero(np.isin(kept, _distinct(unfilled))),
         prefix_pages=len(prefix),
         chunk_pages=len(chunk),
         trash_page=trash,
@@ -232,6 +237,7 @@ def build_inert_plan(batch_size: int, pages: int, capacity: int) -> ForwardPlan:
         surplus_source=empty,
         keep_workspace=empty,
         keep_physical=empty,
+        restore=empty,
         prefix_pages=0,
         chunk_pages=0,
         trash_page=capacity - 1,

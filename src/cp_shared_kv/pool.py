@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
@@ -54,25 +55,31 @@ class ActivePlan:
         page_table: workspace page of each page position, int32 ``(batch, pages)``.
         indices: what the gather needs.
         keep_workspace, keep_physical: owned pages that were written and where they are kept, int64.
+        restore_workspace, restore_physical: of those, new pages that the chunk does not fill.
         write_slots: workspace slot of each row of the chunk, int64; set by :meth:`set_write_slots`.
     """
 
     def __init__(self, plan: ForwardPlan, page_size: int, device: torch.device | str) -> None:
         self.plan = plan
         self.page_size = page_size
-        sizes = [len(a) for a in (plan.gather_source, plan.surplus_source, plan.keep_workspace, plan.keep_physical)]
-        packed = torch.empty(sum(sizes), dtype=torch.int64)
-        torch.cat(
-            [
-                torch.from_numpy(a)
-                for a in (plan.gather_source, plan.surplus_source, plan.keep_workspace, plan.keep_physical)
-            ],
-            out=packed,
+        indices = (
+            plan.gather_source,
+            plan.surplus_source,
+            plan.keep_workspace,
+            plan.keep_physical,
+            plan.keep_workspace[plan.restore],
+            plan.keep_physical[plan.restore],
         )
         # One upload for all indices: each transfer costs a launch.
-        source, surplus_source, self.keep_workspace, self.keep_physical = packed.to(device, non_blocking=True).split(
-            sizes
-        )
+        packed = torch.from_numpy(np.concatenate(indices)).to(device, non_blocking=True)
+        (
+            source,
+            surplus_source,
+            self.keep_workspace,
+            self.keep_physical,
+            self.restore_workspace,
+            self.restore_physical,
+        ) = packed.split([len(part) for part in indices])
         self.page_table = torch.from_numpy(plan.tables).to(device, non_blocking=True)
         self.indices = GatherIndices(plan.base_share, plan.surplus, source, surplus_source)
         self.write_slots: torch.Tensor | None = None
@@ -109,7 +116,7 @@ class ActivePlan:
         self.write_slots = torch.cat(parts).to(torch.int64) if parts else token_slots.new_empty(0, dtype=torch.int64)
 
 
-class CPSharedNSATokenToKVPool(NSATokenToKVPool):
+class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
     """NSA/MLA KV pool that holds the pages one attention-CP rank owns.
 
     Made from a stock pool of the physical size by :meth:`adopt`; ``size`` becomes the logical size, which SGLang
@@ -117,6 +124,9 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
     """
 
     layout: CpSharedKVLayout
+    size: int
+    kv_buffer: list[torch.Tensor]
+    index_k_with_scale_buffer: list[torch.Tensor]
 
     @classmethod
     def adopt(
@@ -202,7 +212,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
         return self._active
 
     def _load(self, store: _Store, layer_id: int) -> None:
-        """Gather the prefix pages of a layer and stamp the workspace."""
+        """Gather the prefix pages of a layer, lay out new pages that will not be filled, and stamp the workspace."""
         active = self._require_plan(f"write of {store.name} of layer {layer_id}")
         store.holds = None
         if active.plan.gathered_pages:
@@ -212,6 +222,9 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
                 store.layer_rows[layer_id - self.start_layer], store.workspace_rows, active.indices
             )
             COUNTERS.add(gather_calls=1, gathered_bytes=received)
+        if len(active.restore_physical):
+            rows = store.layer_rows[layer_id - self.start_layer].index_select(0, active.restore_physical)
+            store.workspace_rows.index_copy_(0, active.restore_workspace, rows)
         store.holds = layer_id
 
     def _keep(self, store: _Store, layer_id: int) -> None:

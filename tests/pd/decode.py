@@ -56,6 +56,7 @@ class DecodeRank:
         self.pool = make_pool(self.scenario.decode_pages)
         poison(self.pool, DECODE_POISON)
         self._build_queues(cluster.bootstrap_port)
+        self.patience_s = self.scenario.timeout_s
         self.outcomes: dict[int, DecodeOutcome] = {}
         self.clobbered: dict[int, dict[str, list[int]]] = {}
 
@@ -121,7 +122,7 @@ class DecodeRank:
         reqs = {request.room: self._ask_for(request) for request in wanted}
         self.requests = {request.room: request for request in wanted}
         # Prefill may need the whole of its time first: a hang is to be seen there, not cut short here.
-        deadline = time.monotonic() + self.scenario.timeout_s + 1
+        deadline = time.monotonic() + self.patience_s + 1
         self.pages_at_success: dict[int, dict[str, list[int]]] = {}
         done = False
         while not done:
@@ -131,9 +132,11 @@ class DecodeRank:
             over = torch.tensor([int(time.monotonic() > deadline)])
             torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX, group=self.world_group)
             done = not self.transfers.queue or bool(over)
-            time.sleep(0.005)
+            time.sleep(0.01)
         for room, req in reqs.items():
             self.outcomes[room] = self._outcome(room, req)
+            if self.outcomes[room].status == HUNG:
+                self.patience_s = 2.0
         self.transfers.queue.clear()
 
     def _choose_destinations(self, index: int, wave: tuple[Request, ...]) -> dict[int, np.ndarray]:

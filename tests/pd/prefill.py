@@ -12,6 +12,7 @@ import torch
 
 from . import sabotage
 from .pools import Cluster, fill_page, init_distributed, init_engine, make_pool, poison
+from .product import transfer_patches
 from .scenario import ABORTED, HUNG, KINDS, LAYERS, PAGE_SIZE, PREFILL_POISON, SUCCESS, Outcome, PrefillReport, Request
 from .standins import (
     ClientStream,
@@ -53,18 +54,16 @@ class PrefillRank:
         init_distributed(self.scenario.cp_size, cp_rank, cluster.prefill_dist_port, cp_size=self.scenario.cp_size)
         if self.scenario.transfer != "stock":
             # Before any class below is looked up, as in a real scheduler process.
-            from cp_shared_kv.patches import PatchSet
-
-            patches = PatchSet.for_release("0.5.12.post1", groups=("transfer",))
-            patches.apply()
+            transfer_patches().apply()
             if not self.shared:
-                patches.undo()
+                transfer_patches().undo()
         sabotage.apply(self.scenario.sabotage)
         init_engine()
         held = self.scenario.logical_pages // (self.scenario.cp_size if self.shared else 1)
         self.pool = make_pool(held)
         self._build_scheduler(cluster.bootstrap_port)
-        self.tap = WireTap(self.manager, cp_rank, self.scenario.fault)
+        self.tap = WireTap(self.manager, tuple(fault for fault in self.scenario.faults if fault.cp_rank == cp_rank))
+        self.patience_s = self.scenario.timeout_s
         self.workers_started = len(self.manager.transfer_queues)
         self.outcomes: dict[int, Outcome] = {}
 
@@ -137,10 +136,10 @@ class PrefillRank:
         self.scheduler = scheduler
         self.manager = self.queue.kv_manager
 
-    def serve(self, wave: tuple[Request, ...]) -> None:
+    def serve(self, index: int, wave: tuple[Request, ...]) -> None:
         """Serve the requests of a wave together, in the order of a real prefill scheduler's loop."""
-        self._fill_pool(wave)
-        deadline = time.monotonic() + self.scenario.timeout_s
+        self._fill_pool(index, wave)
+        deadline = time.monotonic() + self.patience_s
         reqs = {request.room: self._admit(request, row) for row, request in enumerate(wave)}
         ready = self._bootstrap(deadline)
         self._send_chunks([(request, reqs[request.room]) for request in wave if reqs[request.room] in ready])
@@ -148,11 +147,13 @@ class PrefillRank:
         self.tap.wait_quiet(timeout_s=3)
         for request in wave:
             self.outcomes[request.room] = self._outcome(reqs[request.room])
+        if any(self.outcomes[request.room].status == HUNG for request in wave):
+            self.patience_s = 2.0
         # Whatever hangs must not be polled with the requests of the next wave.
         self.queue.queue = []
         self.scheduler.disagg_prefill_inflight_queue = []
 
-    def _fill_pool(self, wave: tuple[Request, ...]) -> None:
+    def _fill_pool(self, index: int, wave: tuple[Request, ...]) -> None:
         """Lay each request's pages where this rank holds them; every other page of the pool is poison."""
         poison(self.pool, PREFILL_POISON)
         held: dict[int, tuple[int, int]] = {}
@@ -169,7 +170,7 @@ class PrefillRank:
                     raise AssertionError(f"rooms {held[page][0]} and {request.room} of one wave share page {logical}")
                 held[page] = (request.room, position)
                 fill_page(self.pool, page, position, request.room)
-        self.tap.expect(held)
+        self.tap.expect(index, held)
 
     def _admit(self, request: Request, row: int) -> Req:
         """Enter a request into the bootstrap queue, its logical slots in row ``row`` of ``req_to_token``."""
@@ -228,7 +229,7 @@ class PrefillRank:
             torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self.world_group)
             if not flags[0] or flags[1]:
                 return
-            time.sleep(0.005)
+            time.sleep(0.01)
 
     def _outcome(self, req: Req) -> Outcome:
         from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
@@ -256,8 +257,8 @@ class PrefillRank:
             return {}
         from cp_shared_kv.metrics import COUNTERS
 
-        names = [f"{kind}_{unit}" for kind in KINDS for unit in ("pages", "bytes")]
-        return {name: getattr(COUNTERS, f"{name}_sent") for name in names}
+        names = [f"{kind}_{unit}_sent" for kind in KINDS for unit in ("pages", "bytes")]
+        return {name: getattr(COUNTERS, name) for name in [*names, "transfers_refused"]}
 
 
 def main(cluster: Cluster, cp_rank: int) -> PrefillReport:
@@ -265,8 +266,8 @@ def main(cluster: Cluster, cp_rank: int) -> PrefillReport:
     os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(cluster.scenario.timeout_s)
     rank = PrefillRank(cluster, cp_rank)
     cluster.barrier.wait()
-    for wave in cluster.scenario.waves:
-        rank.serve(wave)
+    for index, wave in enumerate(cluster.scenario.waves):
+        rank.serve(index, wave)
         cluster.barrier.wait()  # nothing is being written any more: decode looks at its whole pool
         cluster.barrier.wait()  # decode has looked
     return rank.report()

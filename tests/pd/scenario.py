@@ -77,12 +77,13 @@ class Request:
 
 @dataclass(frozen=True)
 class WriteFault:
-    """One Mooncake write of one prefill rank that fails.
+    """One Mooncake write of one prefill rank that fails: the ``nth`` of its kind in a wave.
 
     ``how="error"``: the write call returns -1 and writes nothing.
     ``how="refused"``: its destinations are moved outside registered memory, and the real engine refuses them.
     """
 
+    wave: int
     cp_rank: int
     kind: Literal["kv", "state", "aux"]
     nth: int = 0
@@ -106,11 +107,14 @@ class Scenario:
     decode_pages: int = 64
     contiguous_destination: bool = False
     """Destination pages ascend by one; otherwise they are a random permutation."""
-    fault: WriteFault | None = None
+    faults: tuple[WriteFault, ...] = ()
     sabotage: str | None = None
     """Name of a function in ``sabotage`` that breaks this run on purpose."""
     timeout_s: float = 25.0
-    """How long a wave may take before what is left of it counts as hung."""
+    """How long a wave may take before what is left of it counts as hung; two seconds for the waves after a hang.
+
+    A wave takes tenths of a second. The limit leaves room for a machine whose processors are busy with other work.
+    """
 
     def requests(self) -> list[Request]:
         return [request for wave in self.waves for request in wave]
@@ -148,7 +152,7 @@ class Traffic:
     """(kind, physical page) of pages sent that no request of the wave owns here."""
     outside_registered: int = 0
     """Source blocks outside registered memory. Mooncake does not check that on TCP; RDMA would fail or read garbage."""
-    faults_fired: int = 0
+    faults_fired: list[WriteFault] = field(default_factory=list)
 
     def positions(self, room: int, kind: str) -> set[int]:
         return {position for _, position in self.pages.get(room, {}).get(kind, ())}

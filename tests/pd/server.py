@@ -6,6 +6,7 @@ Importing SGLang takes about ten seconds, a fork none. It is not done in the tes
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from .product import transfer_patches
 from .scenario import DecodeReport, PrefillReport, Report, Scenario
 
 # Set before SGLang is imported; the ranks inherit them.
@@ -98,8 +100,13 @@ def run_ranks(scenario: Scenario) -> Report | str:
     from .pools import Cluster
 
     began = time.monotonic()
+    if scenario.transfer != "stock":
+        try:
+            transfer_patches()
+        except Exception:
+            return traceback.format_exc()
     context = multiprocessing.get_context("fork")
-    limit_s = int(START_S + len(scenario.waves) * (scenario.timeout_s + 5))
+    limit_s = int(START_S + 2 * scenario.timeout_s + 5 * len(scenario.waves))
     barrier = context.Barrier(scenario.cp_size + scenario.decode_tp, timeout=limit_s)
     cluster = Cluster(scenario, *free_ports(3), barrier)
     bodies = [(prefill.main, rank) for rank in range(scenario.cp_size)]
@@ -164,6 +171,9 @@ def main() -> None:
     except BaseException:
         channel.send(traceback.format_exc())
         return
+    # What is there now lives as long as the process. Left to the collector, every rank would touch it, and the kernel
+    # would have to copy it page by page.
+    gc.freeze()
     channel.send(None)
     while True:
         try:

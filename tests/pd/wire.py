@@ -49,28 +49,31 @@ def registered_regions(kv_args: Any) -> list[Region]:
 
 
 class WireTap:
-    """Counts what one prefill rank writes, and lets one write fail when asked to.
+    """Counts what one prefill rank writes, and lets writes fail when asked to.
 
     Args:
         manager: the rank's MooncakeKVManager; its ``_transfer_data`` is replaced on the instance.
-        fault: the write that fails, if it is this rank's.
+        faults: the writes of this rank that fail.
     """
 
-    def __init__(self, manager: Any, cp_rank: int, fault: WriteFault | None) -> None:
+    def __init__(self, manager: Any, faults: tuple[WriteFault, ...] = ()) -> None:
         self.traffic = Traffic()
         self._regions = registered_regions(manager.kv_args)
         self._write = manager._transfer_data
-        self._fault = fault if fault is not None and fault.cp_rank == cp_rank else None
-        self._writes_of_fault_kind = 0
+        self._faults = faults
+        self._wave = 0
+        self._writes: Counter[str] = Counter()
         self._page_owner: dict[int, tuple[int, int]] = {}
         self._active = 0
         self._queues = manager.transfer_queues
         self._lock = threading.Lock()
         manager._transfer_data = self
 
-    def expect(self, page_owner: dict[int, tuple[int, int]]) -> None:
-        """Say what the pool holds from now on: physical page -> (room, position)."""
+    def expect(self, wave: int, page_owner: dict[int, tuple[int, int]]) -> None:
+        """Say which wave begins and what the pool holds in it: physical page -> (room, position)."""
         with self._lock:
+            self._wave = wave
+            self._writes.clear()
             self._page_owner = page_owner
 
     def wait_quiet(self, timeout_s: float) -> None:
@@ -95,9 +98,9 @@ class WireTap:
         if not blocks:
             return self._write(session_id, blocks)
         regions = [next((r for r in self._regions if r.holds(src, length)), None) for src, _, length in blocks]
-        kinds = {region.kind for region in regions if region is not None}
-        if self._fires(kinds):
-            if self._fault is not None and self._fault.how == "error":
+        fault = self._fault_of_this_write({region.kind for region in regions if region is not None})
+        if fault is not None:
+            if fault.how == "error":
                 return -1
             return self._write(session_id, [(src, UNREGISTERED_ADDRESS, length) for src, _, length in blocks])
         result = self._write(session_id, blocks)
@@ -109,16 +112,15 @@ class WireTap:
                     self._count(region, source, length)
         return result
 
-    def _fires(self, kinds: set[str]) -> bool:
+    def _fault_of_this_write(self, kinds: set[str]) -> WriteFault | None:
         with self._lock:
-            if self._fault is None or self._fault.kind not in kinds:
-                return False
-            nth = self._writes_of_fault_kind
-            self._writes_of_fault_kind += 1
-            if nth != self._fault.nth:
-                return False
-            self.traffic.faults_fired += 1
-            return True
+            now = {(kind, self._writes[kind]) for kind in kinds}
+            self._writes.update(kinds)
+            for fault in self._faults:
+                if fault.wave == self._wave and (fault.kind, fault.nth) in now:
+                    self.traffic.faults_fired.append(fault)
+                    return fault
+            return None
 
     def _count(self, region: Region, source: int, length: int) -> None:
         self.traffic.bytes[region.kind] += length

@@ -321,9 +321,9 @@ def _foreign_replacements() -> dict[str, str]:
     """Paths that another plugin replaces through SGLang's ``HookRegistry``, with that plugin's name."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    found = {}
+    found: dict[str, str] = {}
     for path, hooks in HookRegistry._hooks.items():
         for hook_type, hook, source in hooks:
             if hook_type is HookType.REPLACE:
-                found[path] = getattr(source, "plugin_name", None) or getattr(hook, "__module__", "unknown")
+                found[path] = getattr(source, "plugin_name", None) or str(getattr(hook, "__module__", "unknown"))
     return found

@@ -1,0 +1,164 @@
+"""Test-only switches inside scheduler processes, read from files while the scheduler idles between steps.
+
+The control directory holds ``control.json``; every rank that has applied it writes ``ack.RANK.SERIAL``. This is how a
+test sets a chunk size the command line refuses, breaks one mechanism for one step, or gets the pools dumped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CONTROL_ENV = "CP_SHARED_KV_TEST_CONTROL"
+
+
+def _break_kv_gather() -> Callable[[], None]:
+    return _skip_load("MLA KV")
+
+
+def _break_index_gather() -> Callable[[], None]:
+    return _skip_load("index-K")
+
+
+def _skip_load(name: str) -> Callable[[], None]:
+    """Leave the pages of other ranks out of one kind of gather."""
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool as Pool
+
+    original = Pool._load
+
+    def load(self: Any, store: Any, layer_id: int) -> None:
+        original(self, store, layer_id)
+        if store.name == name and self._active.plan.base_share:
+            share, rank = self._active.plan.base_share, self.layout.cp_rank
+            own = store.workspace_rows[rank * share : (rank + 1) * share].clone()
+            store.workspace_rows[: self._active.plan.gathered_pages].zero_()
+            store.workspace_rows[rank * share : (rank + 1) * share] = own
+
+    Pool._load = load  # type: ignore[method-assign]
+    return lambda: setattr(Pool, "_load", original)
+
+
+def _break_boundary() -> Callable[[], None]:
+    """Do not gather the page that the prefix ends in the middle of."""
+    import cp_shared_kv.plan as plan
+
+    original = plan._split_request_pages
+
+    def split(pages: Any, prefix_len: int, seq_len: int, page_size: int, request: int) -> Any:
+        _, _, written = original(pages, prefix_len, seq_len, page_size, request)
+        full = prefix_len // page_size
+        return pages[:full], pages[full : -(-seq_len // page_size)], written
+
+    plan._split_request_pages = split
+    return lambda: setattr(plan, "_split_request_pages", original)
+
+
+def _break_state() -> Callable[[], None]:
+    """Send no index-K to decode."""
+    import cp_shared_kv.patches.transfer as transfer
+
+    original = transfer.split_state
+    transfer.split_state = lambda layout, pages, destination: (original(layout, pages, destination)[0][:0], [])
+    return lambda: setattr(transfer, "split_state", original)
+
+
+def _break_position() -> Callable[[], None]:
+    """Send every page to the place after its own; the last one, which would not fit, to its own."""
+    import cp_shared_kv.patches.transfer as transfer
+
+    original = transfer.split_chunk
+
+    def split(layout: Any, pages: Any, chunk: slice) -> Any:
+        physical, positions = original(layout, pages, chunk)
+        positions[:] = (positions + 1).clip(max=chunk.stop - 1)
+        return physical, positions
+
+    transfer.split_chunk = split
+    return lambda: setattr(transfer, "split_chunk", original)
+
+
+BREAKS: dict[str, Callable[[], Callable[[], None]]] = {
+    "kv_gather": _break_kv_gather,
+    "index_gather": _break_index_gather,
+    "boundary": _break_boundary,
+    "state": _break_state,
+    "position": _break_position,
+}
+
+
+def dump(scheduler: Any) -> dict[str, Any]:
+    """Persistent pools and bookkeeping of one rank.
+
+    Returns:
+        ``kv`` and ``index``: per layer, uint8 ``(pages, bytes per page)``, page 0 included; ``pool_bytes``,
+        ``free_pages`` (sorted list), ``available`` and ``evictable`` tokens, ``counters``, ``max_requests``.
+    """
+    import torch
+
+    allocator = scheduler.token_to_kv_pool_allocator
+    pool = allocator.get_kvcache()
+    kv = getattr(pool, "physical_kv_buffer", None) or pool.kv_buffer
+    index = getattr(pool, "physical_index_k_with_scale_buffer", None) or pool.index_k_with_scale_buffer
+
+    def pages(tensor: Any) -> Any:
+        return tensor.contiguous().view(torch.uint8).view(len(index[0]), -1).numpy().copy()
+
+    counters: dict[str, int] = {}
+    if hasattr(pool, "layout"):
+        from cp_shared_kv.metrics import COUNTERS
+
+        counters = dict(COUNTERS.snapshot())
+    return {
+        "kv": [pages(layer) for layer in kv],
+        "index": [pages(layer) for layer in index],
+        "pool_bytes": pool.get_kv_size_bytes(),
+        "free_pages": sorted(torch.cat([allocator.free_pages, allocator.release_pages]).tolist()),
+        "available": allocator.available_size(),
+        "evictable": scheduler.tree_cache.evictable_size(),
+        "max_requests": scheduler.max_running_requests,
+        "counters": counters,
+    }
+
+
+_serial = 0
+_undo: Callable[[], None] | None = None
+
+
+def _apply(scheduler: Any, directory: Path, orders: dict[str, Any]) -> None:
+    global _undo
+    if _undo is not None:
+        _undo()
+        _undo = None
+    if orders.get("breaks"):
+        _undo = BREAKS[orders["breaks"]]()
+    chunk = orders.get("chunk")
+    scheduler.chunked_prefill_size = chunk or scheduler.server_args.chunked_prefill_size
+    if orders.get("dump"):
+        path = directory / f"dump.{scheduler.tp_rank}"
+        path.write_bytes(pickle.dumps(dump(scheduler)))
+
+
+def install() -> None:
+    """Hook ``Scheduler.recv_requests``, which every scheduler calls in each turn of its loop."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    original = Scheduler.recv_requests
+
+    def recv_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _serial
+        directory = os.environ.get(CONTROL_ENV)
+        if directory and self.server_args.disaggregation_mode == "prefill":
+            path = Path(directory, "control.json")
+            if path.exists():
+                orders = json.loads(path.read_text())
+                if orders["serial"] != _serial:
+                    _serial = orders["serial"]
+                    _apply(self, Path(directory), orders)
+                    Path(directory, f"ack.{self.tp_rank}.{_serial}").touch()
+        return original(self, *args, **kwargs)
+
+    Scheduler.recv_requests = recv_requests

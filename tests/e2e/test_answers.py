@@ -1,0 +1,126 @@
+"""Answers of shared KV are those of stock SGLang, to the last bit of every logprob, and so are the pools' bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from .harness import run
+from .prompts import ODD_STEPS, STEPS
+from .spec import Report, Spec
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+ALL = STEPS + ODD_STEPS
+LOGICAL = 6144
+
+SHARED = [
+    pytest.param(Spec(ALL, cp, True, LOGICAL // cp, kv, dump=True), id=f"{kv}-cp{cp}")
+    for kv in ("bfloat16", "fp8_e4m3")
+    for cp in (2, 4)
+]
+
+
+def stock_like(spec: Spec) -> Spec:
+    """Stock prefill CP with the same logical capacity, so that both allocate the same pages."""
+    return Spec(spec.steps, spec.cp_size, False, LOGICAL, spec.kv, dump=True)
+
+
+def assert_same_answers(report: Report, reference: Report) -> None:
+    assert report.failure is None, f"{report.failure}\n{report.log[-3000:]}"
+    assert reference.failure is None, f"{reference.failure}\n{reference.log[-3000:]}"
+    assert report.answers.keys() == reference.answers.keys()
+    for name, answers in report.answers.items():
+        for answer, expected in zip(answers, reference.answers[name], strict=True):
+            assert answer.error is None, f"{name}: {answer.error}"
+            assert answer.ids == expected.ids, name
+            assert answer.logprobs == expected.logprobs, name
+        cached = [answer.cached for answer in report.prefill_answers[name]]
+        assert cached == [answer.cached for answer in reference.prefill_answers[name]], name
+
+
+@pytest.mark.parametrize("spec", SHARED)
+def test_logprobs_equal_stock_prefill_cp(spec: Spec) -> None:
+    assert_same_answers(run(spec), run(stock_like(spec)))
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_logprobs_equal_stock_without_cp(cp_size: int) -> None:
+    # bf16 only: with fp8, stock itself answers differently at CP 1, which batches differently.
+    # CP 1 is not limited to one request a batch, which changes nothing for bf16 but the cached-token counts.
+    report = run(Spec(ALL, cp_size, True, LOGICAL // cp_size, dump=True))
+    reference = run(Spec(ALL, 1, False, LOGICAL))
+    assert report.failure is None
+    assert reference.failure is None
+    for name, answers in report.answers.items():
+        expected = reference.answers[name]
+        assert [a.ids for a in answers] == [a.ids for a in expected], name
+        assert [a.logprobs for a in answers] == [a.logprobs for a in expected], name
+
+
+@pytest.mark.parametrize("spec", SHARED)
+def test_each_rank_holds_exactly_its_pages_of_the_unsharded_pool(spec: Spec) -> None:
+    """Every page of every layer, after every step; pages that are not owned do not exist, page 0 stays untouched."""
+    report, reference = run(spec), run(stock_like(spec))
+    compared = 0
+    for name, ranks in report.dumps.items():
+        oracle = reference.dumps[name][0]
+        for kind in ("kv", "index"):
+            for layer, pages in enumerate(oracle[kind]):
+                for rank, dump in enumerate(ranks):
+                    held = dump[kind][layer]
+                    assert len(held) == (len(pages) - 1) // spec.cp_size + 1
+                    assert np.array_equal(held[1:], pages[1 + rank :: spec.cp_size]), (name, kind, layer, rank)
+                    assert not held[0].any(), (name, kind, layer, rank)
+                    compared += len(held) - 1
+    assert compared == len(report.dumps) * 2 * 2 * LOGICAL // 64
+
+
+@pytest.mark.parametrize("spec", SHARED)
+def test_no_page_is_lost_and_all_ranks_allocate_alike(spec: Spec) -> None:
+    report = run(spec)
+    for name, ranks in report.dumps.items():
+        assert all(dump["free_pages"] == ranks[0]["free_pages"] for dump in ranks), name
+        for dump in ranks:
+            assert dump["available"] + dump["evictable"] == LOGICAL, name
+
+
+@pytest.mark.parametrize("spec", SHARED)
+def test_memory_per_rank_is_that_of_the_physical_pages_and_the_request_limit_stays(spec: Spec) -> None:
+    report, reference = run(spec), run(stock_like(spec))
+    dump, oracle = list(report.dumps.values())[-1][0], list(reference.dumps.values())[-1][0]
+    per_page = oracle["pool_bytes"] // (LOGICAL // 64 + 1)
+    assert dump["pool_bytes"] == per_page * (LOGICAL // spec.cp_size // 64 + 1)
+    assert dump["max_requests"] == oracle["max_requests"]
+
+
+@pytest.mark.parametrize("spec", SHARED)
+def test_ranks_together_send_each_page_once(spec: Spec) -> None:
+    report = run(spec)
+    ranks = list(report.dumps.values())[-1]
+    prompts = [prompt for step in spec.steps for prompt in step.prompts]
+    pages = sum(-(-len(prompt) // 64) for prompt in prompts)
+    assert sum(dump["counters"]["kv_pages_sent"] for dump in ranks) == pages
+    assert sum(dump["counters"]["state_pages_sent"] for dump in ranks) == pages
+    per_page = {"bfloat16": 64 * 576 * 2, "fp8_e4m3": 64 * 656}[spec.kv] * 2
+    assert sum(dump["counters"]["kv_bytes_sent"] for dump in ranks) == pages * per_page
+    assert sum(dump["counters"]["state_bytes_sent"] for dump in ranks) == pages * 64 * 132 * 2
+    assert all(dump["counters"]["transfers_refused"] == 0 for dump in ranks)
+
+
+def test_overlap_scheduling_changes_nothing() -> None:
+    spec = Spec(STEPS, 2, True, LOGICAL // 2, overlap=True, dump=True)
+    report, reference = run(spec), run(Spec(ALL, 2, False, LOGICAL, dump=True))
+    assert report.failure is None, f"{report.failure}\n{report.log[-3000:]}"
+    for name, answers in report.answers.items():
+        assert [a.logprobs for a in answers] == [a.logprobs for a in reference.answers[name]], name
+
+
+def test_without_chunking_answers_equal_stock() -> None:
+    report = run(Spec(STEPS, 2, True, LOGICAL // 2, chunk=-1, decode_plugin=True))
+    reference = run(Spec(ALL, 2, False, LOGICAL, dump=True))
+    assert report.failure is None, f"{report.failure}\n{report.log[-3000:]}"
+    for name, answers in report.answers.items():
+        # Chunk boundaries change the split of a prompt over ranks, never its tokens.
+        assert [a.ids for a in answers] == [a.ids for a in reference.answers[name]], name
+    assert "CP shared KV stays off, this server is stock" in report.decode_log

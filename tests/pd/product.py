@@ -1,0 +1,22 @@
+"""The product's transfer patches as the prefill ranks use them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cp_shared_kv.patches import PatchSet
+
+SGLANG_RELEASE = "0.5.12.post1"
+
+
+@cache
+def transfer_patches() -> PatchSet:
+    """The transfer group, checked against SGLang's source, not yet applied.
+
+    The check reads and parses source for 0.2 s. The fork server calls this before it forks, so that the ranks have it.
+    """
+    from cp_shared_kv.patches import PatchSet
+
+    return PatchSet.for_release(SGLANG_RELEASE, groups=("transfer",))

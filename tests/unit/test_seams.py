@@ -1,0 +1,350 @@
+"""Finding and checking seams in source: small synthetic trees, and the installed SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cp_shared_kv.releases import RELEASES, Release, release_for, supported_versions
+from cp_shared_kv.seams import Definition, SeamError, SourceTree, Target, fingerprint, resolve
+
+MODULE = """\
+    import functools
+
+    def plain(a, b=1):
+        return a
+
+    @functools.cache
+    @functools.wraps(plain)
+    def decorated(a):
+        return a
+
+    async def waits(a, /, b, *rest, c, d=2, **more):
+        return a
+
+    def keywords(*, only):
+        return only
+
+    if True:
+        def conditional():
+            return 1
+
+    class Outer:
+        def method(self, x: int = 3) -> int:
+            return x
+
+        @staticmethod
+        def static(x):
+            return x
+
+        @classmethod
+        def make(cls, x):
+            return cls()
+
+        class Inner:
+            def method(self, y):
+                return y
+
+    def twice(old):
+        return old
+
+    def twice(new):
+        return new
+
+    class Reopened:
+        def first(self):
+            return 1
+
+    class Reopened:
+        def second(self):
+            return 2
+
+    value = 3
+"""
+
+Tree = Callable[..., SourceTree]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    """Makes a source tree of package ``fake`` from ``{relative path: source}``."""
+
+    def make(**files: str) -> SourceTree:
+        root = tmp_path / "fake"
+        for name, text in {"__init__": "", "module": MODULE, **files}.items():
+            path = root / (name.replace("__in__", "/") + ".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text), encoding="utf-8")
+        return SourceTree(root, "1.0")
+
+    return make
+
+
+def found(source: SourceTree, qualname: str, module: str = "fake.module") -> Definition:
+    definition = source.find(module, qualname)
+    assert isinstance(definition, Definition), definition
+    return definition
+
+
+class TestFingerprint:
+    def test_is_the_head_of_the_sha256_of_the_source(self):
+        assert fingerprint("def f():\n    return 1") == hashlib.sha256(b"def f():\n    return 1").hexdigest()[:16]
+
+    @pytest.mark.parametrize(
+        "same", ["def f():  \n    return 1\t", "\n\ndef f():\n    return 1\n\n", "def f():\r\n    return 1\r\n"]
+    )
+    def test_trailing_blanks_and_line_ends_do_not_count(self, same: str):
+        assert fingerprint(same) == fingerprint("def f():\n    return 1")
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            "def f():\n    return 2",
+            "def f():\n  return 1",
+            "def f():\n\n    return 1",
+            "def f():\n    return 1  # note",
+        ],
+    )
+    def test_anything_else_counts(self, other: str):
+        assert fingerprint(other) != fingerprint("def f():\n    return 1")
+
+
+class TestFind:
+    @pytest.mark.parametrize(
+        ("qualname", "parameters"),
+        [
+            ("plain", ("a", "b")),
+            ("decorated", ("a",)),
+            ("waits", ("a", "b", "*rest", "c", "d", "**more")),
+            ("keywords", ("only",)),
+            ("Outer.method", ("self", "x")),
+            ("Outer.static", ("x",)),
+            ("Outer.make", ("cls", "x")),
+            ("Outer.Inner.method", ("self", "y")),
+            ("twice", ("new",)),
+            ("Reopened.second", ("self",)),
+        ],
+    )
+    def test_names_the_parameters_of_the_definition_that_counts(
+        self, tree: Tree, qualname: str, parameters: tuple[str, ...]
+    ):
+        assert found(tree(), qualname).parameters == parameters
+
+    def test_a_definition_begins_with_its_first_decorator(self, tree: Tree):
+        source = textwrap.dedent(MODULE).splitlines()
+        definition = found(tree(), "decorated")
+        assert source[definition.first_line - 1] == "@functools.cache"
+        text = "@functools.cache\n@functools.wraps(plain)\ndef decorated(a):\n    return a"
+        assert definition.fingerprint == fingerprint(text)
+
+    def test_the_first_line_is_the_one_that_python_notes_on_the_function(self, tree: Tree):
+        namespace: dict[str, object] = {}
+        exec(compile(textwrap.dedent(MODULE), "module.py", "exec"), namespace)
+        outer = namespace["Outer"]
+        for qualname, function in (
+            ("plain", namespace["plain"]),
+            ("decorated", namespace["decorated"].__wrapped__),  # type: ignore[attr-defined]
+            ("twice", namespace["twice"]),
+            ("Outer.static", outer.static),  # type: ignore[attr-defined]
+            ("Outer.make", outer.make.__func__),  # type: ignore[attr-defined]
+        ):
+            # functools.wraps leaves the inner function's code, which is that of `plain`, alone.
+            assert found(tree(), qualname).first_line == function.__code__.co_firstlineno or qualname == "decorated"
+
+    def test_the_last_of_several_definitions_counts(self, tree: Tree):
+        assert found(tree(), "twice").fingerprint == fingerprint("def twice(new):\n    return new")
+        assert tree().find("fake.module", "Reopened.first") == "Reopened.first is not defined in fake.module"
+
+    def test_packages_and_nested_modules_are_found(self, tree: Tree):
+        source = tree(
+            sub__in____init__="def here(a): ...\n", sub__in__deep="def there(b): ...\n", __init__="def top(c): ...\n"
+        )
+        assert found(source, "here", "fake.sub").parameters == ("a",)
+        assert found(source, "there", "fake.sub.deep").parameters == ("b",)
+        assert found(source, "top", "fake").parameters == ("c",)
+        assert source.file_of("fake.sub").name == "__init__.py"
+        assert source.file_of("fake.sub.deep").name == "deep.py"
+        assert source.file_of("fake.no.such") == source.root / "no" / "such.py"
+
+    @pytest.mark.parametrize(
+        ("module", "qualname", "reason"),
+        [
+            ("fake.module", "absent", "absent is not defined in fake.module"),
+            ("fake.module", "value", "value is not defined in fake.module"),
+            ("fake.module", "conditional", "conditional is not defined in fake.module"),
+            ("fake.module", "Outer", "Outer is not defined in fake.module"),
+            ("fake.module", "Outer.absent", "Outer.absent is not defined in fake.module"),
+            ("fake.module", "Absent.method", "class Absent is not defined in fake.module"),
+            ("fake.module", "Outer.Absent.method", "class Absent is not defined in fake.module"),
+            ("fake.module", "plain.method", "class plain is not defined in fake.module"),
+            ("fake.absent", "plain", "module fake.absent cannot be read (FileNotFoundError)"),
+            ("fake.broken", "plain", "module fake.broken cannot be read (SyntaxError)"),
+        ],
+    )
+    def test_what_is_missing_is_said_in_a_sentence(self, tree: Tree, module: str, qualname: str, reason: str):
+        assert tree(broken="def plain(:\n").find(module, qualname) == reason
+
+    @pytest.mark.xfail(raises=UnicodeDecodeError, strict=True, reason="only OSError and SyntaxError are turned")
+    def test_a_file_that_is_not_utf_8_is_said_in_a_sentence(self, tree: Tree):
+        source = tree()
+        (source.root / "latin.py").write_bytes(b"# caf\xe9\ndef plain(): ...\n")
+        assert "module fake.latin cannot be read" in str(source.find("fake.latin", "plain"))
+
+    def test_nothing_of_the_tree_is_executed(self, tree: Tree):
+        assert found(tree(evil="raise SystemExit('imported')\ndef f(a): ...\n"), "f", "fake.evil").parameters == ("a",)
+        assert "fake" not in sys.modules
+
+    def test_describe_gives_the_row_for_the_release_table(self, tree: Tree):
+        definition = found(tree(), "Outer.make")
+        target = tree().describe("fake.module", "Outer.make")
+        assert target == Target("fake.module", "Outer.make", ("cls", "x"), definition.fingerprint)
+        assert target.path == "fake.module.Outer.make"
+
+    def test_describe_refuses_what_is_missing(self, tree: Tree):
+        with pytest.raises(SeamError, match="absent is not defined"):
+            tree().describe("fake.module", "absent")
+
+
+class TestResolve:
+    def test_a_tree_as_described_resolves(self, tree: Tree):
+        source = tree()
+        targets = {name: source.describe("fake.module", name) for name in ("plain", "Outer.method")}
+        resolution = resolve(source, targets)
+        assert resolution.ok
+        assert (resolution.version, resolution.problems, resolution.changed) == ("1.0", (), ())
+        assert set(resolution.definitions) == {"plain", "Outer.method"}
+
+    def test_every_problem_is_reported_at_once_and_told_apart(self, tree: Tree):
+        source = tree(broken="def f(:\n")
+        plain = source.describe("fake.module", "plain")
+        method = source.describe("fake.module", "Outer.method")
+        resolution = resolve(
+            source,
+            {
+                "good": plain,
+                "gone": Target("fake.module", "absent", (), ""),
+                "class gone": Target("fake.module", "Absent.m", (), ""),
+                "broken": Target("fake.broken", "f", (), ""),
+                "signature": replace(method, parameters=("self", "x", "y")),
+                "both": replace(plain, parameters=("a",), fingerprint="0" * 16),
+                "source": replace(plain, fingerprint="0" * 16),
+            },
+        )
+        assert not resolution.ok
+        assert resolution.problems == (
+            "gone: missing: absent is not defined in fake.module",
+            "class gone: missing: class Absent is not defined in fake.module",
+            "broken: missing: module fake.broken cannot be read (SyntaxError)",
+            "signature: signature changed: fake.module.Outer.method takes (self, x), expected (self, x, y)",
+            "both: signature changed: fake.module.plain takes (a, b), expected (a)",
+        )
+        assert resolution.changed == (
+            f"source: source changed: fake.module.plain has fingerprint {plain.fingerprint}, expected {'0' * 16}",
+        )
+        assert set(resolution.definitions) == {"good", "signature", "both", "source"}
+
+    def test_a_changed_source_alone_is_not_ok(self, tree: Tree):
+        source = tree()
+        changed = {"plain": replace(source.describe("fake.module", "plain"), fingerprint="0" * 16)}
+        assert not resolve(source, changed).ok
+
+    @pytest.mark.parametrize("order", [("a", "b", "c"), ("b", "a")])
+    def test_parameters_in_another_order_or_number_are_a_change_of_signature(self, tree: Tree, order: tuple[str, ...]):
+        source = tree()
+        target = replace(source.describe("fake.module", "plain"), parameters=order)
+        assert "signature changed" in resolve(source, {"plain": target}).problems[0]
+
+    def test_an_error_lists_and_counts_its_problems(self):
+        error = SeamError(iter(["one", "two"]))
+        assert error.problems == ["one", "two"]
+        assert str(error) == "2 of the SGLang seams that CP shared KV needs cannot be used:\n  - one\n  - two"
+
+
+INSTALLED = """
+import json, sys
+from cp_shared_kv.patches import PatchSet, all_groups, arguments
+from cp_shared_kv.releases import release_for
+from cp_shared_kv.seams import SourceTree, resolve
+source = SourceTree.installed()
+release = release_for(source.version)
+resolution = resolve(source, release.targets)
+patches = PatchSet.for_release(source=source)
+print(json.dumps({
+    "version": source.version,
+    "problems": resolution.problems,
+    "changed": resolution.changed,
+    "found": len(resolution.definitions),
+    "targets": len(release.targets),
+    "groups": [group.name for group in patches.groups],
+    "used": sorted({*patches.targets, *PatchSet(release, source, [arguments.GROUP]).targets}),
+    "table": sorted(release.targets),
+    "sglang": [name for name in sys.modules if name.split(".")[0] == "sglang"],
+}))
+"""
+
+
+class TestInstalled:
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def facts() -> dict[str, object]:
+        """What a fresh process finds in the installed SGLang."""
+        done = subprocess.run([sys.executable, "-c", INSTALLED], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def test_every_seam_of_the_release_is_as_the_table_says(self, facts: dict[str, object]):
+        assert facts["version"] == "0.5.12.post1"
+        assert (facts["problems"], facts["changed"]) == ([], [])
+        assert facts["found"] == facts["targets"] > 0
+
+    def test_resolving_imports_nothing_of_sglang(self, facts: dict[str, object]):
+        assert facts["sglang"] == []
+
+    def test_all_groups_are_resolved(self, facts: dict[str, object]):
+        assert facts["groups"] == ["scheduler", "capacity", "attention", "indexer", "transfer", "prefill_queue"]
+
+    def test_every_seam_of_the_table_is_patched_or_relied_on(self, facts: dict[str, object]):
+        assert facts["used"] == facts["table"]
+
+    def test_a_missing_sglang_is_named(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("cp_shared_kv.seams.PACKAGE", "sglang-that-is-not-here")
+        with pytest.raises(SeamError, match="sglang is not installed in this environment"):
+            SourceTree.installed()
+
+    def test_an_sglang_without_files_is_named(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(SeamError, match=r"sglang 0\.5\.12\.post1 is installed without a package directory"):
+            SourceTree.installed()
+
+
+class TestReleases:
+    def test_the_primary_target_is_supported(self):
+        assert "0.5.12.post1" in supported_versions()
+        assert isinstance(release_for("0.5.12.post1"), Release)
+
+    def test_a_local_part_of_the_version_does_not_count(self):
+        assert release_for("0.5.12.post1+cu130") is release_for("0.5.12.post1")
+
+    @pytest.mark.parametrize("version", ["0.5.12", "0.5.12.post2", "0.5.13", "0.5.1", "", "main"])
+    def test_an_unknown_release_is_refused_by_name(self, version: str):
+        with pytest.raises(SeamError) as refused:
+            release_for(version)
+        assert f"SGLang {version} is not a supported release: supported are 0.5.12.post1" in str(refused.value)
+
+    def test_no_release_has_two_rows(self):
+        assert len(set(supported_versions())) == len(supported_versions())
+
+    @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.versions[0])
+    def test_rows_are_well_formed(self, release: Release):
+        for seam, target in release.targets.items():
+            assert target.module.split(".")[0] == "sglang", seam
+            assert len(target.fingerprint) == 16, seam
+        assert len({target.path for target in release.targets.values()}) == len(release.targets)
