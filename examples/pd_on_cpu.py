@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,13 +33,12 @@ try:
 except ImportError as error:
     sys.exit(f"{error}: run `make setup` in the repository, then .venv/bin/python {sys.argv[0]}")
 
-from pd_report import Answer, Comparison, Pass, Prompt, page_bytes, pool_figures, rank_transfers
+from pd_report import PAGE_SIZE, Answer, Comparison, Pass, Prompt, page_bytes, pool_figures, rank_transfers
 from pd_servers import HOST, STOP_SIGNALS, DemoError, Fleet, Server, free_ports, python_module, tail
 from pd_table import render
 
 POOL_TOKENS = 1536  # of one prefill rank, stock and shared alike
 CHUNK_TOKENS = 512
-CONTEXT_TOKENS = 8192
 DECODE_TOKENS = 12288
 NEW_TOKENS = 8
 REQUEST_TIMEOUT = 300
@@ -76,6 +76,14 @@ class Deployment:
     router: Server
     decode: Endpoint
     seconds_to_start: float
+
+
+class Interrupted(BaseException):
+    """A signal asks the demo to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
 
 
 class Console:
@@ -124,8 +132,10 @@ def make_prompts(cp_size: int) -> list[Prompt]:
 class Demo:
     """The deployment that each pass starts, and the requests that it is sent."""
 
-    def __init__(self, cp_size: int, work: Path, console: Console, fleet: Fleet) -> None:
-        self.cp_size, self.work, self.console, self.fleet = cp_size, work, console, fleet
+    def __init__(self, prompts: Sequence[Prompt], cp_size: int, work: Path, console: Console, fleet: Fleet) -> None:
+        self.prompts, self.cp_size, self.work, self.console, self.fleet = prompts, cp_size, work, console, fleet
+        # No more than needed: the workspace of shared KV is made for one context.
+        self.context_tokens = max(len(prompt.tokens) for prompt in prompts) + 4 * PAGE_SIZE
         self.model = work / "model"
         (work / "tmp").mkdir()
 
@@ -154,7 +164,7 @@ class Demo:
             port=at.port,
             bootstrap_port=at.bootstrap_port,
             chunked_prefill_size=CHUNK_TOKENS,
-            context_length=CONTEXT_TOKENS,
+            context_length=self.context_tokens,
             # Idle servers would otherwise poll, each on a whole core.
             sleep_on_idle=True,
             # One log line a request and rank, with the tokens computed and the bytes sent.
@@ -195,10 +205,8 @@ class Demo:
         begin = time.monotonic()
         for number, prompt in enumerate(prompts, 1):
             text = f"  request {number} of {len(prompts)}: {prompt.name}, {len(prompt.tokens):,} tokens"
-            self.console.status(text)
             rid = f"demo-{name}-{number}"
-            answer = generate(router.health.replace("/readiness", "/generate"), rid, prompt)
-            self.fleet.check_alive()
+            answer = self.wait_for(prompt, router.health.replace("/readiness", "/generate"), rid, text)
             answer.ranks = rank_transfers(prefill.log, rid, ranks, shared)
             result.answers[prompt.name] = answer
             self.console.say(
@@ -206,6 +214,20 @@ class Demo:
             )
         result.seconds_of_requests = time.monotonic() - begin
         return result
+
+    def wait_for(self, prompt: Prompt, url: str, rid: str, text: str) -> Answer:
+        """One request, watching the servers meanwhile: a dead one may leave it without an answer."""
+        with ThreadPoolExecutor(1) as executor:
+            begin, future = time.monotonic(), executor.submit(generate, url, rid, prompt)
+            try:
+                while not wait([future], timeout=0.5).done:
+                    self.fleet.check_alive()
+                    self.console.status(f"{text}, {time.monotonic() - begin:.0f} s")
+            except BaseException:
+                # Closes the connection, so that leaving this block does not wait for the request's timeout.
+                self.fleet.stop(*self.fleet.servers)
+                raise
+        return future.result()
 
     def start_pass(self, name: str, ranks: int, tokens: int, decode: Endpoint | None = None) -> Deployment:
         """Start the servers of a pass side by side; with ``decode`` that server is kept from an earlier pass."""
@@ -219,9 +241,9 @@ class Demo:
         self.fleet.start(*servers)
         return Deployment(servers[0], servers[-1], decode, time.monotonic() - begin)
 
-    def run(self, prompts: Sequence[Prompt]) -> Comparison:
+    def run(self) -> Comparison:
         """All three passes."""
-        say, cp = self.console.say, self.cp_size
+        say, cp, prompts = self.console.say, self.cp_size, self.prompts
         say("Writing a tiny DeepSeek-V3.2 checkpoint")
         write_model = python_module("cp_shared_kv_cpu.model", str(self.model))
         written = subprocess.run(write_model, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -270,8 +292,8 @@ def generate(url: str, rid: str, prompt: Prompt) -> Answer:
 
 
 def stop_on_signal(number: int, _frame: object) -> NoReturn:
-    """End as Ctrl-C does, so that the servers are ended on the way out."""
-    raise KeyboardInterrupt(signal.Signals(number).name)
+    """Leave by an exception, so that the servers are ended on the way out."""
+    raise Interrupted(number)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -315,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work = Path(tempfile.mkdtemp(prefix="pd-"))
     try:
         with Fleet(console.say, console.status, options.patience) as fleet:
-            comparison = Demo(options.cp, work, console, fleet).run(prompts)
+            comparison = Demo(prompts, options.cp, work, console, fleet).run()
         if options.json:
             options.json.write_text(json.dumps(comparison.as_json(), indent=1) + "\n")
         return report(comparison, console)
@@ -324,9 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\n--- last lines of {error.log.name}\n{tail(error.log)}\n---")
         print(f"\nThe demo could not go on: {error}", flush=True)
         return 2
-    except KeyboardInterrupt as interrupt:
-        print(f"\nInterrupted{f' by {interrupt}' if str(interrupt) else ''}; all servers have been ended.", flush=True)
-        return 130
+    except Interrupted as interrupt:
+        print(f"\nInterrupted by {interrupt}; all servers have been ended.", flush=True)
+        return interrupt.status
     finally:
         if options.keep_logs:
             options.keep_logs.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,8 @@ MIB = 2**20
 # SGLang's own account of a request, one line a prefill rank (--enable-request-time-stats-logging); stock has it too.
 # `input_len` is the prompt that was really computed. Ranks are named only where there are several.
 _STATS = re.compile(
-    r"(?:ATTN_CP(?P<rank>\d+).*)?ReqTimeStats\(rid=(?P<rid>[^,]+), bootstrap_room=(?P<room>\d+), input_len=(?P<input>\d+), "
-    r"cached_input_len=(?P<cached>\d+), .*type=prefill\).*transfer_total=(?P<mib>[\d.]+) MB"
+    r"(?:ATTN_CP(?P<rank>\d+).*)?ReqTimeStats\(rid=(?P<rid>[^,]+), bootstrap_room=(?P<room>\d+), "
+    r"input_len=(?P<input>\d+), cached_input_len=(?P<cached>\d+), .*type=prefill\).*transfer_total=(?P<mib>[\d.]+) MB"
 )
 # The plugin's, exact to the byte (CP_SHARED_KV_LOG_LEVEL=debug).
 _TRANSFER = re.compile(

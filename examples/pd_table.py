@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pd_report import PAGE_SIZE, Answer, Comparison, Prompt
+from pd_report import PAGE_SIZE, Answer, Comparison
 
 GAP = "  "
 
 
-def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows with aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        GAP.join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+def columns(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Rows with aligned columns: those named by ``left`` to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        aligned = [c.ljust(width) if i in left else c.rjust(width) for i, (c, width) in enumerate(cells)]
+        lines.append(GAP.join(aligned).rstrip())
+    return lines
 
 
 def per_rank(values: Sequence[int]) -> str:
@@ -42,7 +41,12 @@ def capacity_rows(c: Comparison) -> list[list[str]]:
         ["capacity", "stock", "CP shared KV", ""],
         ["KV pool of one rank, tokens", *(f"{tokens:,}" for tokens in pool), "the same memory"],
         ["KV pool of one rank, bytes", *(megabytes(t // PAGE_SIZE * c.page_bytes) for t in pool), ""],
-        ["workspace of one rank", "-", megabytes(c.shared.workspace_bytes), "one layer, one context"],
+        [
+            "workspace of one rank",
+            "-",
+            megabytes(c.shared.workspace_bytes),
+            "one layer of one context, whatever the number of layers",
+        ],
         [
             "prompt tokens the server can keep",
             f"{c.stock.capacity_tokens:,}",
@@ -55,7 +59,7 @@ def capacity_rows(c: Comparison) -> list[list[str]]:
 def prompt_rows(c: Comparison) -> list[list[str]]:
     """One row a prompt: pages on each rank, pages sent by each rank, and how the answers compare."""
     rows = [
-        ["", "prompt", "from", "", "pages held by rank", "", "pages sent by rank", "", "greatest"],
+        ["", "prompt", "from", "", "held,", "held,", "sent,", "sent,", "greatest"],
         ["prompt", "tokens", "cache", "pages", "stock", "shared", "stock", "shared", "|dlogprob|"],
     ]
     for prompt in c.prompts:
@@ -102,18 +106,21 @@ def _tokens(answer: Answer) -> str:
     return " ".join(map(str, answer.output_ids)) if answer.output_ids else answer.error or "no answer"
 
 
-def long_rows(c: Comparison, prompt: Prompt) -> list[list[str]]:
+def long_rows(c: Comparison) -> list[list[str]]:
     """What each set of servers made of the prompt that one rank's pool cannot hold."""
-    stock, shared, reference = (p.answers[prompt.name] for p in (c.stock, c.shared, c.reference))
+    stock, shared, reference = (p.answers[c.long.name] for p in (c.stock, c.shared, c.reference))
 
     def computed(answer: Answer) -> str:
-        return ", ".join(f"{n:,}" for n in sorted({r.input_tokens for r in answer.ranks})) or "none"
+        return (
+            ", ".join(f"{n:,} token{'s' * (n > 1)}" for n in sorted({r.input_tokens for r in answer.ranks}))
+            or "nothing"
+        )
 
-    rows = [["", "HTTP", "tokens that prefill computed", "", "answer"]]
+    rows = [["", "HTTP", "prefill computed", "answer", "tokens of the answer"]]
     for name, answer, verdict in (
-        ("stock", stock, "wrong, not served"),
-        ("CP shared KV", shared, "equals the reference" if c.difference(prompt) == 0 else "WRONG"),
-        (f"reference: stock, CP 1, {c.reference.capacity_tokens:,} tokens", reference, ""),
+        ("stock", stock, "wrong: not served"),
+        ("CP shared KV", shared, "right: same logprobs" if c.difference(c.long) == 0 else "WRONG"),
+        (f"reference: stock, CP 1, {c.reference.capacity_tokens:,} tokens", reference, "right"),
     ):
         rows.append([name, str(answer.status), computed(answer), verdict, _tokens(answer)])
     return rows
@@ -121,12 +128,17 @@ def long_rows(c: Comparison, prompt: Prompt) -> list[list[str]]:
 
 def render(c: Comparison) -> str:
     """The whole table."""
-    blocks = [columns(capacity_rows(c)), columns(prompt_rows(c)), columns(rank_rows(c)), columns(long_rows(c, c.long))]
+    blocks = [
+        columns(capacity_rows(c), left=(0, 3)),
+        columns(prompt_rows(c)),
+        columns(rank_rows(c)),
+        columns(long_rows(c), left=(0, 3, 4)),
+    ]
     width = max(len(line) for block in blocks for line in block)
     served = len(c.prompts) - 1
     titles = (
-        f"CP {c.shared.cp_size}, bfloat16 KV; a page is {PAGE_SIZE} tokens and {c.page_bytes:,} bytes of KV and index-K",
-        "Every prompt; a sum names the ranks in order. Shared: what a rank sends is what it holds.",
+        f"CP {c.shared.cp_size}, bfloat16 KV; a page is {PAGE_SIZE} tokens, {c.page_bytes:,} bytes with its index-K",
+        "Pages of each prompt that rank 0 + rank 1 + ... hold and send; with shared KV a rank sends what it holds",
         f"Every rank, over the {served} prompts that both serve (a shared prefix counts each time)",
         f"The prompt that only shared KV serves: {len(c.long.tokens):,} tokens against a pool of "
         f"{max(c.stock.pool_tokens, default=0):,} tokens a rank",
@@ -136,7 +148,7 @@ def render(c: Comparison) -> str:
         lines += ["=" * width if not lines else "-" * width, title, "", *block]
     lines += [
         "=" * width,
-        "* against the reference, all others against stock. Stock does not serve it: SGLang 0.5.12 replaces a prompt that",
-        "  is too long by a prompt of one token, and decode answers 200 with an unrelated text.",
+        "* against the reference; all others against stock. SGLang 0.5.12 does not serve a prompt that is too long: it",
+        "  computes a prompt of one token in its place, and decode answers 200 with an unrelated text.",
     ]
     return "\n".join(lines)

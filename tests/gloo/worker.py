@@ -1,0 +1,271 @@
+"""Scenarios on forked gloo ranks: real pools, real allocator, real collectives; the model is replaced by random rows.
+
+Run as ``python -m gloo.worker FD``: reads ``(function name, ranks, arguments)`` from the socket FD, answers with the
+list of what the ranks returned, or a traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+PAGE = 64
+LAYERS = 2
+POISON = 0xD7
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One request's part of a forward: request name, prefix length and length afterwards, in tokens."""
+
+    request: str
+    prefix: int
+    end: int
+
+
+def group_of(rank: int, size: int) -> Any:
+    """What ``PageGather`` uses of SGLang's group coordinator."""
+    import torch.distributed as dist
+
+    return SimpleNamespace(
+        device_group=dist.group.WORLD,
+        cpu_group=dist.group.WORLD,
+        ranks=list(range(size)),
+        rank_in_group=rank,
+        world_size=size,
+    )
+
+
+def make_pool(pages: int, dtype: str) -> Any:
+    """A stock NSA pool of ``pages`` pages, every byte of it poisoned."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+
+    fp8 = dtype == "fp8_e4m3"
+    pool = NSATokenToKVPool(
+        size=pages * PAGE,
+        page_size=PAGE,
+        kv_lora_rank=512,
+        dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
+        qk_rope_head_dim=64,
+        layer_num=LAYERS,
+        device="cpu",
+        index_head_dim=128,
+        enable_memory_saver=False,
+        kv_cache_dim=656 if fp8 else 576,
+    )
+    for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
+        buffer.view(torch.uint8).fill_(POISON)
+    return pool
+
+
+def page_bytes(buffer: Any, pages: int) -> Any:
+    import torch
+
+    return buffer.contiguous().view(torch.uint8).view(pages + 1, -1)
+
+
+def run_forwards(
+    rank: int,
+    size: int,
+    dtype: str,
+    logical_pages: int,
+    workspace: int,
+    pages: dict[str, list[int]],
+    forwards: list[list[Chunk]],
+    breaks: str | None,
+) -> dict[str, Any]:
+    """Run forwards on the shared pool and, with the same rows, on an unsharded stock pool; compare everything.
+
+    Args:
+        pages: logical pages of each request, by position.
+        forwards: chunks of each forward.
+        breaks: mechanism to break: ``kv``, ``index`` or ``boundary``; or None.
+
+    Returns:
+        ``reads``: comparisons of read data made and ``wrong`` of them; ``pages`` of the persistent pools compared and
+        ``wrong_pages`` of them; ``outside``: rows that changed though this rank does not own them.
+    """
+    import torch
+
+    import cp_shared_kv.plan as plan_module
+    from cp_shared_kv.collectives import PageGather
+    from cp_shared_kv.layout import CpSharedKVLayout
+    from cp_shared_kv.plan import build_plan
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+
+    layout = CpSharedKVLayout(PAGE, size, rank)
+    gather = PageGather(group_of(rank, size))
+    gather.self_check("cpu")
+    oracle = make_pool(logical_pages, dtype)
+    shared = CPSharedNSATokenToKVPool.adopt(
+        make_pool(logical_pages // size, dtype), layout=layout, workspace_pages=workspace, gather=gather
+    )
+    assert shared.size == oracle.size
+    if breaks == "boundary":
+        split = plan_module._split_request_pages
+
+        def without_boundary(row: Any, prefix: int, seq: int, page: int, request: int) -> Any:
+            _, _, write = split(row, prefix, seq, page, request)
+            return row[: prefix // page], row[prefix // page : -(-seq // page)], write
+
+        plan_module._split_request_pages = without_boundary
+    if breaks in ("kv", "index"):
+        broken = shared._kv if breaks == "kv" else shared._index
+        stock_gather = gather.gather
+
+        def skip(physical: Any, rows: Any, indices: Any) -> int:
+            return 0 if rows is broken.workspace_rows else stock_gather(physical, rows, indices)
+
+        gather.gather = skip  # type: ignore[method-assign]
+    generator = torch.Generator().manual_seed(5)
+    out = {"reads": 0, "wrong": 0, "pages": 0, "wrong_pages": 0, "outside": 0}
+
+    def same(a: Any, b: Any) -> None:
+        out["reads"] += 1
+        out["wrong"] += not torch.equal(a, b)
+
+    for chunks in forwards:
+        width = max(-(-chunk.end // PAGE) for chunk in chunks)
+        tables = torch.full((len(chunks), width + 2), 777, dtype=torch.int64)  # stale ids past each request's end
+        for i, chunk in enumerate(chunks):
+            row = pages[chunk.request][: -(-chunk.end // PAGE)]
+            tables[i, : len(row)] = torch.tensor(row)
+        logical = (tables[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1)
+        padding = -sum(chunk.end - chunk.prefix for chunk in chunks) % size
+        loc = torch.cat([logical[i, c.prefix : c.end] for i, c in enumerate(chunks)] + [torch.zeros(padding).long()])
+        active = shared.begin_forward(
+            build_plan(layout, tables.numpy(), [c.prefix for c in chunks], [c.end for c in chunks], workspace)
+        )
+        slots = active.token_slots().long()
+        active.set_write_slots(slots, len(loc))
+        for layer_id in range(LAYERS):
+            layer = SimpleNamespace(layer_id=layer_id)
+            nope = torch.randn(len(loc), 1, 512, generator=generator).bfloat16()
+            rope = torch.randn(len(loc), 1, 64, generator=generator).bfloat16()
+            key = torch.randn(len(loc), 128, generator=generator).clamp(-400, 400).to(torch.float8_e4m3fn)
+            scale = torch.rand(len(loc), 1, generator=generator)
+            oracle.set_index_k_scale_buffer(layer_id, loc, key, scale)
+            with shared.storing_index_k(layer_id, len(loc)) as where:
+                shared.set_index_k_scale_buffer(layer_id, where, key, scale)
+            oracle.set_mla_kv_buffer(layer, loc, nope, rope)
+            shared.set_mla_kv_buffer(layer, loc, nope, rope)
+            for i, chunk in enumerate(chunks):
+                end, table, local = chunk.end, tables[i].int(), active.page_table[i]
+                read, expected = shared.get_key_buffer(layer_id), oracle.get_key_buffer(layer_id)
+                same(read[slots[i, :end]].view(torch.uint8), expected[logical[i, :end]].view(torch.uint8))
+                for name in ("get_index_k_continuous", "get_index_k_scale_continuous"):
+                    same(getattr(shared, name)(layer_id, end, local), getattr(oracle, name)(layer_id, end, table))
+            ends = torch.tensor([c.end for c in chunks])
+            fused = (ends, int(ends.sum()), int(ends.max()))
+            got = shared.get_index_k_scale_buffer(layer_id, fused[0], active.page_table, *fused[1:])
+            expected = oracle.get_index_k_scale_buffer(layer_id, fused[0], tables.int(), *fused[1:])
+            same(got[0], expected[0])
+            same(got[1], expected[1])
+        shared.end_forward()
+    for held, whole in (
+        (shared.physical_kv_buffer, oracle.kv_buffer),
+        (shared.physical_index_k_with_scale_buffer, oracle.index_k_with_scale_buffer),
+    ):
+        for layer_id in range(LAYERS):
+            mine = page_bytes(held[layer_id], logical_pages // size)
+            theirs = page_bytes(whole[layer_id], logical_pages)
+            out["pages"] += len(mine) - 1
+            out["wrong_pages"] += int((mine[1:] != theirs[1 + rank :: size]).any(1).sum())
+            out["outside"] += int((mine[0] != POISON).any())
+    return out
+
+
+def collectives_self_check(rank: int, size: int, order: list[int]) -> str | None:
+    """Outcome of the gather's self-check where the ranks think they are in ``order``."""
+    from cp_shared_kv.collectives import PageGather
+
+    try:
+        PageGather(group_of(order[rank], size)).self_check("cpu")
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def agreement(rank: int, size: int, figures: list[int]) -> str | None:
+    """What the capacity check says where rank r brings ``figures[r]`` physical tokens."""
+    from cp_shared_kv.patches.capacity import CapacityError, _agree
+
+    try:
+        _agree(group_of(rank, size), {"physical_tokens_per_rank": figures[rank]})
+    except CapacityError as error:
+        return str(error)
+    return None
+
+
+def _rank(function: str, rank: int, size: int, port: int, arguments: dict[str, Any], to: Connection) -> None:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+        to.send((rank, True, globals()[function](rank, size, **arguments)))
+    except BaseException:
+        to.send((rank, False, traceback.format_exc()))
+    os._exit(0)
+
+
+def run(function: str, size: int, arguments: dict[str, Any]) -> list[Any] | str:
+    """Run a function of this module on ``size`` forked ranks; their results in rank order, or a traceback."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        context.Process(target=_rank, args=(function, rank, size, port, arguments, send), daemon=True)
+        for rank, (_, send) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    results: dict[int, Any] = {}
+    try:
+        for rank, (receive, _) in enumerate(pipes):
+            if not receive.poll(120):
+                return f"rank {rank} is silent"
+            _, ok, body = receive.recv()
+            if not ok:
+                return str(body)
+            results[rank] = body
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+    return [results[rank] for rank in range(size)]
+
+
+def main() -> None:
+    channel = Connection(int(sys.argv[1]))
+    try:
+        import sglang.srt.mem_cache.memory_pool  # noqa: F401
+        import torch
+
+        from cp_shared_kv_cpu import activate
+
+        activate()
+        torch.set_num_threads(1)
+    except BaseException:
+        channel.send(traceback.format_exc())
+        return
+    channel.send(None)
+    try:
+        while True:
+            channel.send(run(*channel.recv()))
+    except EOFError:
+        pass
+
+
+if __name__ == "__main__":
+    main()
