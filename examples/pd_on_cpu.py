@@ -334,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = HOST  # this process talks to loopback servers only
     console, prompts = Console(), make_prompts(options.cp)
     print(OPENING.format(cp=options.cp, requests=len(prompts), minutes=MINUTES[options.cp]), flush=True)
-    work = Path(tempfile.mkdtemp(prefix="pd-"))
+    work = Path(tempfile.mkdtemp(prefix="cp-shared-kv-demo-"))
     try:
         with Fleet(console.say, console.status, options.patience) as fleet:
             comparison = Demo(prompts, options.cp, work, console, fleet).run()

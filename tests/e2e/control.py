@@ -135,8 +135,9 @@ def _apply(scheduler: Any, directory: Path, orders: dict[str, Any]) -> None:
         _undo = None
     if orders.get("breaks"):
         _undo = BREAKS[orders["breaks"]]()
-    chunk = orders.get("chunk")
-    scheduler.chunked_prefill_size = chunk or scheduler.server_args.chunked_prefill_size
+    if not hasattr(scheduler, "_test_chunk"):
+        scheduler._test_chunk = scheduler.chunked_prefill_size
+    scheduler.chunked_prefill_size = orders.get("chunk") or scheduler._test_chunk
     if orders.get("dump"):
         path = directory / f"dump.{scheduler.tp_rank}"
         path.write_bytes(pickle.dumps(dump(scheduler)))

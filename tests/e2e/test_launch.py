@@ -67,7 +67,11 @@ def test_flag_on_an_unsupported_server_stops_the_launch_and_names_every_reason(m
     done = launch([*flags, FLAG], SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER="0")
     assert_stopped_before_weights(done)
     output = done.stdout + done.stderr
-    for reason in ("[cp_mode] found nsa_prefill_cp_mode='round-robin-split'", "[mixed chunk]", "[all_cp_ranks_transfer]"):
+    for reason in (
+        "[cp_mode] found nsa_prefill_cp_mode='round-robin-split'",
+        "[mixed chunk]",
+        "[all_cp_ranks_transfer]",
+    ):
         assert reason in output
     assert "export SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1" in output
 

@@ -209,6 +209,42 @@ class TestRules:
     def test_a_feature_given_as_a_number_counts_by_its_truth(self, size: int):
         assert len(Gate().refusals(facts(enable_hisparse=size))) == size
 
+    # SGLang's EnvBool: 1/true/yes/y, any case, is true; anything that it does not know is its default, false.
+
+    @pytest.mark.parametrize(
+        ("value", "refused"),
+        [
+            ("1", True),
+            ("true", True),
+            ("YES", True),
+            pytest.param("y", True, marks=pytest.mark.xfail(strict=True, reason="SGLang reads y as true")),
+            ("0", False),
+            ("false", False),
+            ("no", False),
+            ("n", False),
+            ("", False),
+        ],
+    )
+    def test_the_staging_buffer_is_seen_wherever_sglang_sees_it(self, value: str, refused: bool):
+        environ = {ALL_RANKS: "1", "SGLANG_DISAGG_STAGING_BUFFER": value}
+        assert [r.rule for r in Gate().refusals(facts(environ=environ))] == (["staging buffer"] if refused else [])
+
+    @pytest.mark.parametrize(
+        ("value", "passes"),
+        [
+            ("1", True),
+            ("true", True),
+            ("YES", True),
+            pytest.param("y", True, marks=pytest.mark.xfail(strict=True, reason="SGLang reads y as true")),
+            pytest.param("on", False, marks=pytest.mark.xfail(strict=True, reason="SGLang reads on as its default")),
+            ("0", False),
+            ("", False),
+        ],
+    )
+    def test_sending_from_all_ranks_is_believed_only_where_sglang_does_it(self, value: str, passes: bool):
+        refusals = Gate().refusals(facts(environ={ALL_RANKS: value}))
+        assert [r.rule for r in refusals] == ([] if passes else ["all_cp_ranks_transfer"])
+
     @pytest.mark.parametrize("version", ["0.5.12.post1"])
     def test_every_argument_that_a_rule_reads_exists_in_the_release(self, version: str):
         """A misspelt argument would read as absent, and the rule would never refuse anything."""

@@ -237,16 +237,18 @@ class TestOrderOfImportAndPatch:
         assert isinstance(vars(origin.Base)["static"], staticmethod)
         assert "method" not in vars(origin.Child)
 
-    @pytest.mark.xfail(
-        raises=SystemExit, strict=True, reason="wrapt calls a hook at once for a module that is still being executed"
-    )
-    def test_a_module_that_is_just_being_imported_is_patched_when_it_is_there(self, package: Package):
-        """The seam's module imports, at its head, something that makes the plugin apply its patches."""
+    def test_applying_while_a_seams_module_is_being_imported_is_refused_and_leaves_it_stock(self, package: Package):
+        """The module imports, at its head, something that applies the patches: too early to wrap, no hook comes."""
         second, trigger = package.root / "second.py", types.ModuleType(f"{package.name}.trigger")
         second.write_text(f"from {trigger.__name__} import apply\napply()\n" + second.read_text())
-        trigger.apply = package.patch_set("other").apply  # type: ignore[attr-defined]
+        patch_set = package.patch_set("function", "other")
+        trigger.apply = patch_set.apply  # type: ignore[attr-defined]
         sys.modules[trigger.__name__] = trigger
-        assert package.load("second").other("o") == "<stock o>"
+        package.load("origin")
+        with pytest.raises((SystemExit, SeamError), match="other: "):
+            package.load("second")
+        assert not patch_set.active
+        assert package.load("origin").function("a") == "stock a 1"
 
 
 class TestUndo:
