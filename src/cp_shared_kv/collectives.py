@@ -15,6 +15,9 @@ import torch.distributed as dist
 
 from cp_shared_kv.plan import Surplus
 
+#: torch 2.13 renames the call and warns about the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 def page_rows(buffer: torch.Tensor, pages: int) -> torch.Tensor:
     """View of a pool buffer with one row of integers per page.
@@ -70,7 +73,7 @@ class PageGather:
         if share:
             own = workspace[self.rank * share : (self.rank + 1) * share]
             torch.index_select(physical, 0, indices.source, out=own)
-            dist.all_gather_into_tensor(workspace[: self.size * share], own, group=self.process_group)
+            _all_gather(workspace[: self.size * share], own, group=self.process_group)
             received += (self.size - 1) * share
         for part in indices.surplus:
             region = workspace[part.start : part.start + part.count]

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from cp_shared_kv import config
 from cp_shared_kv._version import __version__
 from cp_shared_kv.config import Decision, State
+from cp_shared_kv.divergence import check_every
 from cp_shared_kv.gate import GateError, gate_with_extensions, gather_facts
 from cp_shared_kv.metrics import configure_logging
 from cp_shared_kv.patches import PatchSet, SourceTree, arguments
@@ -92,6 +93,7 @@ def decide(server_args: Any) -> Decision | None:
     problems: list[str] = []
     decision = None
     try:
+        check_every()
         source = SourceTree.installed()
         release = release_for(source.version)
         gate_with_extensions().require(gather_facts(server_args, release.arguments))
@@ -99,7 +101,7 @@ def decide(server_args: Any) -> Decision | None:
         decision = Decision(
             __version__, source.version, server_args.attn_cp_size, server_args.page_size, request.source
         )
-    except (GateError, SeamError) as error:
+    except (GateError, SeamError, ValueError) as error:
         problems.append(str(error))
     if problems or decision is None:
         if request.state is State.ON:

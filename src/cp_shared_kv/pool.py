@@ -22,6 +22,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
 from cp_shared_kv.collectives import GatherIndices, PageGather, page_rows
+from cp_shared_kv.divergence import DivergenceGuard
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.plan import ForwardPlan
@@ -158,6 +159,8 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         self.workspace_page_count = workspace_pages
         self._gather = gather
         self._active: ActivePlan | None = None
+        #: Set by who builds the pool for a running server.
+        self.divergence_guard: DivergenceGuard | None = None
         self.physical_size = self.size
         self.size = self.physical_size * layout.cp_size
         kv, index = self.kv_buffer, self.index_k_with_scale_buffer

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from cp_shared_kv_cpu.launch import cpu_environment, server_flags
 from cp_shared_kv_cpu.model import write_tiny_model
 

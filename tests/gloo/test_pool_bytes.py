@@ -82,23 +82,3 @@ def test_a_workspace_without_room_for_padding_is_filled_by_broadcasts(size: int)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_skipped_gather_or_boundary_page_is_seen(breaks: str, size: int) -> None:
     assert any(seen["wrong"] > 0 for seen in run("partial-page prefix", size, breaks=breaks))
-
-
-def test_self_check_passes_on_a_sound_group() -> None:
-    assert call("collectives_self_check", 4, order=[0, 1, 2, 3]) == [None] * 4
-
-
-def test_self_check_sees_ranks_in_the_wrong_order() -> None:
-    said = call("collectives_self_check", 2, order=[1, 0])
-    assert all("attention-CP process group is broken or its ranks are out of order" in text for text in said)
-
-
-def test_ranks_that_agree_on_capacity_go_on() -> None:
-    assert call("agreement", 2, figures=[1024, 1024]) == [None, None]
-
-
-def test_ranks_that_disagree_on_capacity_stop_and_say_who_has_what() -> None:
-    for text in call("agreement", 4, figures=[1024, 1024, 960, 1024]):
-        assert "disagree about the KV capacity" in text
-        assert "attention-CP rank 2: {'physical_tokens_per_rank': 960}" in text
-        assert "--max-total-tokens" in text

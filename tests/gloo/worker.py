@@ -205,6 +205,21 @@ def agreement(rank: int, size: int, figures: list[int]) -> str | None:
     return None
 
 
+def divergence(rank: int, size: int, pages: list[list[list[int]]], every: int) -> tuple[int, str | None]:
+    """Forward at which the guard of a rank that sees ``pages[rank]`` stops, and what it says; 0 if it never does."""
+    import numpy as np
+
+    from cp_shared_kv.divergence import DivergenceError, DivergenceGuard
+
+    guard = DivergenceGuard(group_of(rank, size), every)
+    for i, used in enumerate(pages[rank], 1):
+        try:
+            guard.observe([np.array(used)], [0], [len(used) * PAGE])
+        except DivergenceError as error:
+            return i, str(error)
+    return 0, None
+
+
 def _rank(function: str, rank: int, size: int, port: int, arguments: dict[str, Any], to: Connection) -> None:
     import torch.distributed as dist
 

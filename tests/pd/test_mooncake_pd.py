@@ -345,7 +345,7 @@ def test_control_stock_with_all_ranks_sending_is_byte_exact_on_ascending_pages()
 
 @pytest.mark.parametrize("transfer", ["stock", "undone"])
 def test_control_stock_with_all_ranks_sending_loses_pages_21_40_and_55(transfer: str) -> None:
-    """Also when the patches were applied and undone: then nothing of them is left."""
+    """Also when the patches were applied and undone: then the transfer does what stock does."""
     report = run(alone(4, request(11, PUBLIC_FAULT, tokens=512), transfer=transfer))
     assert report.statuses(11) == {"prefill": [SUCCESS] * 4, "decode": [SUCCESS]}, "stock does not notice"
     assert sorted(PUBLIC_FAULT[position] for position in wrong_positions(report, "kv")) == [21, 40, 55]

@@ -11,6 +11,7 @@ import importlib
 import json
 import pickle
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import wrapt
@@ -18,6 +19,7 @@ import wrapt
 from cp_shared_kv import config, plugin
 from cp_shared_kv._version import __version__
 from cp_shared_kv.config import Decision
+from cp_shared_kv.gate import gather_facts
 from cp_shared_kv.patches.arguments import FLAG_ATTRIBUTE
 from cp_shared_kv.releases import release_for
 from cp_shared_kv.seams import SeamError
@@ -65,6 +67,20 @@ def parse_flag() -> dict[str, bool]:
     }
 
 
+def facts_of(architecture: str, mla: bool, **config_fields: Any) -> dict[str, Any]:
+    """Facts that the gate gathers for a model configuration."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    model = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=[architecture], **config_fields),
+        attention_arch=AttentionArch.MLA if mla else AttentionArch.MHA,
+    )
+    server_args = SimpleNamespace(get_model_config=lambda: model)
+    facts = gather_facts(server_args, release_for("0.5.12.post1").arguments, environ={"A": "1"})
+    names = ("architecture", "is_nsa", "is_mla", "index_kpool", "is_out_of_tree_platform", "devices", "environ")
+    return {name: getattr(facts, name) for name in names}
+
+
 def main() -> None:
     seen: dict[str, Any] = {}
     plugin.load()
@@ -82,6 +98,12 @@ def main() -> None:
         seen["layers"] += 1
         check = check.__wrapped__
     seen["flag"] = parse_flag()
+    seen["facts"] = [
+        facts_of("DeepseekV32ForCausalLM", True, index_topk=2048),
+        facts_of("DeepseekV32ForCausalLM", True, index_topk=2048, index_kpool=4),
+        facts_of("DeepseekV3ForCausalLM", True),
+        facts_of("LlamaForCausalLM", False),
+    ]
 
     from sglang.srt.disaggregation import utils
 

@@ -353,6 +353,19 @@ class TestAllOrNothing:
             package.patch_set().apply()
         assert sorted(problem.split(":")[0] for problem in refused.value.problems) == ["function", "other"]
 
+    def test_another_function_of_the_same_module_is_not_the_seam(self, package: Package):
+        origin = package.load("origin")
+        origin.function = origin.untouched
+        with pytest.raises(SeamError, match="function: already patched"):
+            package.patch_set().apply()
+
+    def test_a_function_at_the_same_line_of_another_file_is_not_the_seam(self, package: Package):
+        origin = package.load("origin")
+        lines = "\n" * (origin.function.__code__.co_firstlineno - 1)
+        exec(compile(lines + "def function(a, b=1): return 'foreign'", "elsewhere.py", "exec"), vars(origin))
+        with pytest.raises(SeamError, match="function: already patched"):
+            package.patch_set().apply()
+
     def test_a_wrapper_made_with_functools_is_somebody_else(self, package: Package):
         origin = package.load("origin")
 

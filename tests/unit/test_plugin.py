@@ -82,6 +82,18 @@ class TestWithSglang:
     def test_the_parser_takes_the_flag_and_the_arguments_remember_it(self, seen: dict[str, Any]):
         assert seen["flag"] == {"absent": False, "given": True, "attribute": True}
 
+    def test_the_gate_knows_an_nsa_model_by_its_configuration(self, seen: dict[str, Any]):
+        models = [[f["architecture"], f["is_nsa"], f["is_mla"], f["index_kpool"]] for f in seen["facts"]]
+        assert models == [
+            ["DeepseekV32ForCausalLM", True, True, 1],
+            ["DeepseekV32ForCausalLM", True, True, 4],
+            ["DeepseekV3ForCausalLM", False, True, 1],
+            ["LlamaForCausalLM", False, False, 1],
+        ]
+        assert seen["facts"][0]["environ"] == {"A": "1"}
+        assert seen["facts"][0]["devices"] == ["cuda"], "no platform vouches for another device here"
+        assert seen["facts"][0]["is_out_of_tree_platform"] is False
+
     def test_loading_twice_patches_once(self, seen: dict[str, Any]):
         assert seen["layers"] == 1
 

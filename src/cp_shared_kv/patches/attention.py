@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cp_shared_kv.patches import Patch, PatchGroup, argument
-from cp_shared_kv.plan import ForwardPlan, build_inert_plan, build_plan
+from cp_shared_kv.plan import ForwardPlan, build_inert_plan, build_plan, ceil_div
 
 
 def _has_requests(forward_batch: Any) -> bool:
@@ -26,16 +26,18 @@ def _has_requests(forward_batch: Any) -> bool:
 def _plan(pool: Any, forward_batch: Any) -> ForwardPlan:
     seq_lens = forward_batch.seq_lens_cpu.tolist()
     if not _has_requests(forward_batch):
-        pages = -(-max(seq_lens, default=1) // pool.page_size)
+        pages = ceil_div(max(seq_lens, default=1), pool.page_size)
         return build_inert_plan(len(forward_batch.req_pool_indices), pages, pool.workspace_page_count)
     first_slots = forward_batch.req_to_token_pool.req_to_token[
         forward_batch.req_pool_indices, : max(seq_lens) : pool.page_size
     ]
     # The one wait for the device in a forward: page ids live there.
     tables = (first_slots // pool.page_size).cpu().numpy()
-    return build_plan(
-        pool.layout, tables, list(forward_batch.extend_prefix_lens_cpu), seq_lens, pool.workspace_page_count
-    )
+    prefix_lens = list(forward_batch.extend_prefix_lens_cpu)
+    if pool.divergence_guard is not None:
+        used = [row[: ceil_div(length, pool.page_size)] for row, length in zip(tables, seq_lens, strict=True)]
+        pool.divergence_guard.observe(used, prefix_lens, seq_lens)
+    return build_plan(pool.layout, tables, prefix_lens, seq_lens, pool.workspace_page_count)
 
 
 def _init_forward_metadata(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cp_shared_kv.divergence import DivergenceGuard, check_every
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import SHARD_POLICY
 from cp_shared_kv.patches import Patch, PatchGroup
@@ -105,6 +106,7 @@ def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
     pool = CPSharedNSATokenToKVPool.adopt(
         runner.token_to_kv_pool, layout=layout, workspace_pages=pages, gather=PageGather(group)
     )
+    pool.divergence_guard = DivergenceGuard(group, check_every())
     runner.token_to_kv_pool = pool
     runner.token_to_kv_pool_allocator = CPSharedPagedTokenToKVPoolAllocator(
         logical_size=pool.size,

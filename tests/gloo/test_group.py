@@ -1,0 +1,53 @@
+"""Ranks that are not alike are stopped: wrong order, other capacity, other allocations."""
+
+from __future__ import annotations
+
+import pytest
+
+from .ranks import call
+
+pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
+
+
+def test_self_check_passes_on_a_sound_group() -> None:
+    assert call("collectives_self_check", 4, order=[0, 1, 2, 3]) == [None] * 4
+
+
+def test_self_check_sees_ranks_in_the_wrong_order() -> None:
+    said = call("collectives_self_check", 2, order=[1, 0])
+    assert all("attention-CP process group is broken or its ranks are out of order" in text for text in said)
+
+
+def test_ranks_that_agree_on_capacity_go_on() -> None:
+    assert call("agreement", 2, figures=[1024, 1024]) == [None, None]
+
+
+def test_ranks_that_disagree_on_capacity_stop_and_say_who_has_what() -> None:
+    for text in call("agreement", 4, figures=[1024, 1024, 960, 1024]):
+        assert "disagree about the KV capacity" in text
+        assert "attention-CP rank 2: {'physical_tokens_per_rank': 960}" in text
+        assert "--max-total-tokens" in text
+
+
+SAME = [[1, 2, 3], [4, 5], [6]]
+
+
+def test_ranks_that_allocate_alike_go_on() -> None:
+    assert call("divergence", 4, pages=[SAME] * 4, every=1) == [(0, None)] * 4
+
+
+def test_ranks_that_allocate_differently_stop_and_say_who_and_by_how_much() -> None:
+    other = [[1, 2, 3], [4, 7], [6]]
+    for forward, text in call("divergence", 4, pages=[SAME, SAME, other, SAME], every=1):
+        assert forward == 2
+        assert "attention-CP rank 2" in text
+        assert "1 of 2 pages differ from rank 0" in text
+
+
+def test_a_difference_is_seen_at_the_next_comparison() -> None:
+    other = [[9, 2, 3], [4, 5], [6]]
+    assert [forward for forward, _ in call("divergence", 2, pages=[SAME, other], every=3)] == [3, 3]
+
+
+def test_comparison_can_be_turned_off() -> None:
+    assert call("divergence", 2, pages=[SAME, [[8], [8], [8]]], every=0) == [(0, None)] * 2
