@@ -97,6 +97,6 @@ class DivergenceGuard:
                 f"{differing}, lengths {same}"
             )
         raise DivergenceError(
-            "CP shared KV: the attention-CP ranks use different pages for the same requests; answers would be wrong, so "
-            "the server stops. What each rank has:\n" + "\n".join(lines)
+            "CP shared KV: the attention-CP ranks use different pages for the same requests; answers would be wrong, "
+            "so the server stops. What each rank has:\n" + "\n".join(lines)
         )
