@@ -83,6 +83,7 @@ def decide(server_args: Any) -> Decision | None:
         SystemExit: shared KV was asked for and a requirement is unmet or a seam is not as known.
     """
     config.publish(None)
+    deactivate()  # an earlier server of this process may have left its patches
     setattr(server_args, DECISION_ATTRIBUTE, None)
     try:
         request = config.requested(os.environ, flag=bool(getattr(server_args, FLAG_ATTRIBUTE, False)))

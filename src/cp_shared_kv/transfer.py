@@ -4,7 +4,7 @@ Stock splits a chunk's page list into contiguous runs and names a run's place by
 anywhere in the list, so the place is an array of positions; ``destination[positions]`` works where a slice did. A slice
 clips silently and an array raises, and an exception kills a transfer thread for good, so positions are checked against
 every destination before a chunk is queued. The check uses the end of the *whole* chunk, which is the same on all ranks:
-either every rank sends its part or none does, and no write is left under way for a request that has failed.
+either every rank sends its part of a chunk or none does.
 
 Two origins: KV positions count from the page decode asked for first (its cached prefix is not sent again); index-K
 positions count from the request's first page.

@@ -16,11 +16,11 @@ from typing import Any
 CONTROL_ENV = "CP_SHARED_KV_TEST_CONTROL"
 
 
-def _break_kv_gather() -> Callable[[], None]:
+def _break_kv_gather(scheduler: Any) -> Callable[[], None]:
     return _skip_load("MLA KV")
 
 
-def _break_index_gather() -> Callable[[], None]:
+def _break_index_gather(scheduler: Any) -> Callable[[], None]:
     return _skip_load("index-K")
 
 
@@ -42,7 +42,7 @@ def _skip_load(name: str) -> Callable[[], None]:
     return lambda: setattr(Pool, "_load", original)
 
 
-def _break_boundary() -> Callable[[], None]:
+def _break_boundary(scheduler: Any) -> Callable[[], None]:
     """Do not gather the page that the prefix ends in the middle of."""
     import cp_shared_kv.plan as plan
 
@@ -57,7 +57,7 @@ def _break_boundary() -> Callable[[], None]:
     return lambda: setattr(plan, "_split_request_pages", original)
 
 
-def _break_state() -> Callable[[], None]:
+def _break_state(scheduler: Any) -> Callable[[], None]:
     """Send no index-K to decode."""
     import cp_shared_kv.patches.transfer as transfer
 
@@ -66,7 +66,7 @@ def _break_state() -> Callable[[], None]:
     return lambda: setattr(transfer, "split_state", original)
 
 
-def _break_position() -> Callable[[], None]:
+def _break_position(scheduler: Any) -> Callable[[], None]:
     """Send every page to the place after its own; the last one, which would not fit, to its own."""
     import cp_shared_kv.patches.transfer as transfer
 
@@ -81,13 +81,31 @@ def _break_position() -> Callable[[], None]:
     return lambda: setattr(transfer, "split_chunk", original)
 
 
-BREAKS: dict[str, Callable[[], Callable[[], None]]] = {
+def _break_allocation(scheduler: Any) -> Callable[[], None]:
+    """Have rank 1 draw free pages in another order than the others."""
+    allocator = scheduler.token_to_kv_pool_allocator
+    if scheduler.tp_rank == 1:
+        allocator.merge_and_sort_free()
+        allocator.free_pages = allocator.free_pages.flip(0)
+    return lambda: None
+
+
+BREAKS: dict[str, Callable[[Any], Callable[[], None]]] = {
     "kv_gather": _break_kv_gather,
     "index_gather": _break_index_gather,
     "boundary": _break_boundary,
     "state": _break_state,
     "position": _break_position,
+    "allocation": _break_allocation,
 }
+
+
+def patch_seam_as_another_plugin_would() -> None:
+    """Replace a method that the product wraps."""
+    from sglang.srt.layers.attention.nsa.nsa_indexer import Indexer
+
+    stock = Indexer._store_index_k_cache
+    Indexer._store_index_k_cache = lambda self, *args, **kwargs: stock(self, *args, **kwargs)
 
 
 def dump(scheduler: Any) -> dict[str, Any]:
@@ -134,7 +152,7 @@ def _apply(scheduler: Any, directory: Path, orders: dict[str, Any]) -> None:
         _undo()
         _undo = None
     if orders.get("breaks"):
-        _undo = BREAKS[orders["breaks"]]()
+        _undo = BREAKS[orders["breaks"]](scheduler)
     if not hasattr(scheduler, "_test_chunk"):
         scheduler._test_chunk = scheduler.chunked_prefill_size
     scheduler.chunked_prefill_size = orders.get("chunk") or scheduler._test_chunk

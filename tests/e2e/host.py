@@ -88,8 +88,10 @@ def _engine(
     os.environ["CP_SHARED_KV"] = "1" if shared else "0"
     os.environ["CP_SHARED_KV_LOG_LEVEL"] = "debug"
     os.environ[CONTROL_ENV] = control
-    if role == "decode" and spec.decode_plugin:
+    if (shared and spec.auto) or (role == "decode" and spec.decode_plugin):
         del os.environ["CP_SHARED_KV"]
+    if role == "prefill":
+        os.environ.update(dict(spec.environ))
     try:
         from cp_shared_kv_cpu.launch import cpu_environment, engine_arguments
 
@@ -99,6 +101,10 @@ def _engine(
             _prepare_fork()
         import sglang
 
+        if spec.foreign_patch and role == "prefill":
+            from .control import patch_seam_as_another_plugin_would
+
+            patch_seam_as_another_plugin_would()
         arguments = engine_arguments(
             model,
             role=role,

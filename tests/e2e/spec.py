@@ -41,6 +41,9 @@ class Spec:
         spawn: start processes as SGLang does (slow); otherwise fork them from one that has imported SGLang.
         decode_tokens: ``--max-total-tokens`` of the decode engine.
         decode_plugin: load the plugin on the decode side too, without asking for shared KV there.
+        auto: ask for shared KV by ``SGLANG_PLUGINS`` alone.
+        foreign_patch: have somebody else replace one of the seams before the prefill engine starts.
+        environ: further environment of the prefill engine, as ``(name, value)`` pairs.
         overrides: further arguments of the prefill engine, as ``(name, value)`` pairs.
     """
 
@@ -57,6 +60,9 @@ class Spec:
     spawn: bool = False
     decode_tokens: int = 8192
     decode_plugin: bool = False
+    auto: bool = False
+    foreign_patch: bool = False
+    environ: tuple[tuple[str, str], ...] = ()
     overrides: tuple[tuple[str, Any], ...] = ()
 
 

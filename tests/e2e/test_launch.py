@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,39 @@ def test_spawned_processes_answer_as_forked_ones_do() -> None:
     assert spawned.failure is None, f"{spawned.failure}\n{spawned.log[-3000:]}"
     assert spawned.answers == forked.answers
     assert "CP shared KV scheduler capacity: logical_tokens=2048" in spawned.log
+
+
+def test_http_server_with_the_flag_warms_up_and_ends_cleanly(model: Path, tmp_path: Path) -> None:
+    """Warm-up requests go through SGLang's fake sender, which takes no page positions."""
+    flags = [flag for flag in prefill_flags(model) if flag != "--skip-server-warmup"]
+    environment = {
+        **os.environ,
+        **cpu_environment(2, plugins=("cp_shared_kv",)),
+        "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1",
+    }
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "sglang.launch_server", *flags, FLAG],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        end = time.monotonic() + 240
+        while "fired up and ready to roll" not in log.read_text():
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.5)
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(20)
+    text = log.read_text()
+    assert text.count("CP shared KV scheduler capacity") == 2
+    assert "hit an exception" not in text
+    assert "SharedPoolError" not in text
 
 
 def test_flag_on_an_unsupported_server_stops_the_launch_and_names_every_reason(model: Path) -> None:

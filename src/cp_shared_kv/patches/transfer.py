@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from cp_shared_kv.transfer import chunk_problem, split_chunk, split_state
 logger = logging.getLogger("cp_shared_kv")
 
 LAYOUT_ATTRIBUTE = "_cp_shared_kv_layout"
+#: How long a status message may take to leave; a busy host can stall a send for seconds.
+LINGER_MS = 60_000
 FAILED_STATE_ATTRIBUTE = "_cp_shared_kv_failed_state"
 
 
@@ -112,7 +115,7 @@ def tell_decode_failed(manager: Any, room: int) -> None:
         socket = context.socket(zmq.PUSH)
         if is_ipv6:
             socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.connect(endpoint)
         opened.append(socket)
         return socket
@@ -129,8 +132,6 @@ def tell_decode_failed(manager: Any, room: int) -> None:
         socket.close()
     if opened:
         # Closing waits for the messages to leave, up to the linger time: not on the scheduler thread.
-        import threading
-
         threading.Thread(target=context.term, daemon=True).start()
     else:
         context.term()
@@ -139,10 +140,14 @@ def tell_decode_failed(manager: Any, room: int) -> None:
 def _add_transfer_request(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
     manager, layout = instance, layout_of(instance)
     if layout is None:
         return wrapped(*args, **kwargs)
     room = argument(args, kwargs, 0, "bootstrap_room")
+    if manager.request_status.get(room) in (None, KVPoll.Failed):
+        return wrapped(*args, **kwargs)  # gone or failed before: stock drops the chunk
     positions = argument(args, kwargs, 2, "index_slice")
     state = kwargs.get("state_indices", args[5] if len(args) > 5 else None) or ()
     infos = list(manager.transfer_infos.get(room, {}).values())
