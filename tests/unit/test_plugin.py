@@ -21,6 +21,7 @@ import pytest
 from cp_shared_kv import config, plugin
 from cp_shared_kv._version import __version__
 from cp_shared_kv.config import Decision
+from cp_shared_kv.divergence import CHECK_EVERY_ENV
 from cp_shared_kv.patches.arguments import DECISION_ATTRIBUTE, FLAG_ATTRIBUTE
 from cp_shared_kv.seams import SeamError
 from cp_shared_kv_cpu import launch
@@ -33,6 +34,7 @@ VARIABLES = (
     config.DECISION_ENV,
     config.LOG_LEVEL_ENV,
     config.ALLOW_CHANGED_SOURCE_ENV,
+    CHECK_EVERY_ENV,
 )
 
 
@@ -306,6 +308,30 @@ class TestDecide:
         assert str(refusal) in caplog.text
         assert getattr(server_args, DECISION_ATTRIBUTE) is None
         assert config.published() is None
+
+    @pytest.mark.parametrize("auto", [False, True], ids=["on", "auto"])
+    def test_a_check_interval_that_is_not_understood_stops_where_it_was_asked_for(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gate: SimpleNamespace, auto: bool
+    ):
+        monkeypatch.setenv(CHECK_EVERY_ENV, "often")
+        if auto:
+            monkeypatch.setenv("SGLANG_PLUGINS", "cp_shared_kv")
+            assert plugin.decide(self.arguments()) is None
+            assert "CP_SHARED_KV_CHECK_EVERY='often' must be a whole number" in caplog.text
+        else:
+            with pytest.raises(SystemExit, match="CP_SHARED_KV_CHECK_EVERY='often' must be a whole number"):
+                plugin.decide(self.arguments(flag=True))
+        assert config.published() is None
+
+    @pytest.mark.parametrize("flag", [False, True])
+    def test_patches_of_an_earlier_server_in_this_process_are_undone_first(
+        self, monkeypatch: pytest.MonkeyPatch, gate: SimpleNamespace, flag: bool
+    ):
+        undone: list[str] = []
+        monkeypatch.setattr(plugin, "_scheduler_patches", SimpleNamespace(undo=lambda: undone.append("undone")))
+        plugin.decide(self.arguments(flag))
+        assert undone == ["undone"]
+        assert plugin._scheduler_patches is None
 
 
 class TestTravellingDecision:
