@@ -53,6 +53,11 @@ def is_true(value: str | None) -> bool:
     return value is not None and value.strip().lower() in _TRUE
 
 
+def sglang_true(value: str | None) -> bool:
+    """Whether SGLang reads an environment value as yes; what it does not know it takes for its default, no."""
+    return value is not None and value.lower() in ("true", "1", "yes", "y")
+
+
 def parse_switch(value: str | None) -> bool | None:
     """Value of ``CP_SHARED_KV``: True, False, or None where it is unset or empty.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cp_shared_kv.config import ALL_CP_RANKS_ENV, is_true
+from cp_shared_kv.config import ALL_CP_RANKS_ENV, sglang_true
 from cp_shared_kv.releases import ArgumentNames
 
 PAGE_SIZE = 64
@@ -226,7 +226,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "all_cp_ranks_transfer",
         lambda f: _unless(
-            is_true(f.environ.get(ALL_CP_RANKS_ENV)), f"{ALL_CP_RANKS_ENV}={f.environ.get(ALL_CP_RANKS_ENV)!r}"
+            sglang_true(f.environ.get(ALL_CP_RANKS_ENV)), f"{ALL_CP_RANKS_ENV}={f.environ.get(ALL_CP_RANKS_ENV)!r}"
         ),
         "every CP rank sending to decode",
         f"export {ALL_CP_RANKS_ENV}=1 on the prefill and on the decode side",
@@ -289,7 +289,7 @@ RULES: tuple[Rule, ...] = (
     _off("KV layer split", "enable_kv_cache_layer_split", "--enable-kv-cache-layer-split", "it shards the same pool"),
     Rule(
         "staging buffer",
-        lambda f: f"{STAGING_ENV} is set" if is_true(f.environ.get(STAGING_ENV)) else None,
+        lambda f: f"{STAGING_ENV} is set" if sglang_true(f.environ.get(STAGING_ENV)) else None,
         "no staging buffer (it sends from contiguous positions)",
         f"unset {STAGING_ENV}",
     ),

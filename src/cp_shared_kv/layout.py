@@ -166,5 +166,7 @@ def filter_kv_pages_for_cp_shared_kv(
     if chunk_page_start < 0:
         raise ValueError(f"chunk_page_start must be at least 0, got {chunk_page_start}")
     pages = np.asarray(list(logical_pages) if isinstance(logical_pages, range) else logical_pages)
+    if pages.ndim != 1:
+        raise ValueError(f"logical_pages must be one-dimensional, got shape {pages.shape}")
     positions = np.arange(chunk_page_start, chunk_page_start + len(pages))
     return layout.filter_owned_pages_np(pages, positions)

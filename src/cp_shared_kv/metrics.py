@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from cp_shared_kv.config import LOG_LEVEL_ENV
+from cp_shared_kv.config import LOG_LEVEL_ENV, ConfigError
 
 SHARD_POLICY = "page_interleaved"
 
@@ -59,4 +59,9 @@ def configure_logging() -> None:
     """Give the product's logger a level of its own where ``CP_SHARED_KV_LOG_LEVEL`` names one."""
     level = os.environ.get(LOG_LEVEL_ENV, "").strip().upper()
     if level:
-        logger.setLevel(level)
+        try:
+            logger.setLevel(level)
+        except ValueError:
+            raise ConfigError(
+                f"{LOG_LEVEL_ENV}={level!r} is not understood: accepted are DEBUG, INFO, WARNING, ERROR, CRITICAL"
+            ) from None

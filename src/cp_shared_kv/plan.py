@@ -164,7 +164,12 @@ def build_plan(
         for i, (row, prefix, seq) in enumerate(zip(tables, prefix_lens, seq_lens, strict=True))
     ]
     prefix, chunk, write = (_distinct([parts[i] for parts in split]) for i in range(3))
-    if np.intersect1d(prefix, chunk, assume_unique=True).size:
+    reads, writes = (np.concatenate([parts[i] for parts in split]) if split else chunk for i in (0, 2))
+    pages, readers = np.unique(reads, return_counts=True)
+    # A request writes into the page that its own prefix ends in; nobody else may read or write there.
+    if len(np.unique(writes)) < len(writes):
+        raise PlanError("two requests of the batch write the same page")
+    if np.isin(chunk, prefix).any() or np.isin(pages[readers > 1], writes).any():
         raise PlanError("one request of the batch writes a page that another reads as its prefix")
     trash = capacity - 1
     by_owner = [prefix[layout.owner_for_logical_pages_np(prefix) == rank] for rank in range(layout.cp_size)]

@@ -38,13 +38,13 @@ def _stop(reason: object) -> NoReturn:
 
 
 def load() -> None:
-    """Entry point ``cp_shared_kv`` of group ``sglang.srt.plugins``; idempotent.
+    """Load the plugin into this process; idempotent. Called by the entry point (``entry.load``).
 
     Raises:
         SystemExit: shared KV was asked for (or decided on) and cannot be put in place.
     """
-    configure_logging()
     try:
+        configure_logging()
         decision = config.published()
         asked = config.requested(os.environ, flag=False).state
     except config.ConfigError as error:
@@ -53,11 +53,12 @@ def load() -> None:
         activate(decision)
     try:
         _patch_arguments()
-    except SeamError as error:
+    except Exception as error:
         if asked is State.ON:
-            _stop(error)
-        if asked is State.AUTO:
-            logger.warning("CP shared KV stays off: %s", error)
+            _stop(error if isinstance(error, SeamError) else f"{type(error).__name__}: {error}")
+        # Merely installed, the plugin must not be heard; its flag is unknown to SGLang then.
+        level = logging.WARNING if asked is State.AUTO else logging.DEBUG
+        logger.log(level, "CP shared KV stays off: %s", error)
 
 
 def _patch_arguments() -> None:
@@ -169,8 +170,8 @@ def activate(decision: Decision) -> None:
         patches = PatchSet.for_release(source=source)
         patches.apply()
         _scheduler_patches = patches
-    except SeamError as error:
-        _stop(error)
+    except Exception as error:  # anything but SystemExit would only be logged by SGLang
+        _stop(error if isinstance(error, SeamError) else f"{type(error).__name__}: {error}")
 
 
 def deactivate() -> None:

@@ -114,7 +114,7 @@ class SourceTree:
             try:
                 text = path.read_text(encoding="utf-8")
                 self._modules[module] = (text, ast.parse(text))
-            except (OSError, SyntaxError) as error:
+            except (OSError, SyntaxError, ValueError) as error:
                 self._modules[module] = f"module {module} cannot be read ({type(error).__name__})"
         return self._modules[module]
 

@@ -38,6 +38,9 @@ class PagePositions(np.ndarray):
     def __array_finalize__(self, source: Any) -> None:
         self.stop = getattr(source, "stop", 0)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PagePositions, (np.asarray(self), self.stop)
+
 
 def split_chunk(
     layout: CpSharedKVLayout, logical_pages: npt.NDArray[np.integer], chunk: slice

@@ -295,7 +295,6 @@ class TestUndo:
             patch_set.undo()
             assert same(package.objects(), before)
 
-    @pytest.mark.xfail(strict=True, reason="both import hooks run, since a wrapt wrapper passes for the stock function")
     def test_applied_undone_and_applied_again_before_the_import_wraps_once(self, package: Package):
         patch_set = package.patch_set()
         patch_set.apply()
@@ -377,7 +376,6 @@ class TestAllOrNothing:
         with pytest.raises(SeamError, match="function: already patched"):
             package.patch_set().apply()
 
-    @pytest.mark.xfail(strict=True, reason="isinstance() and __code__ look through wrapt's proxies")
     def test_a_wrapper_made_with_wrapt_is_somebody_else(self, package: Package):
         origin = package.load("origin")
         origin.function = wrapt.FunctionWrapper(origin.function, lambda *_: "foreign")
@@ -548,17 +546,7 @@ class TestAttest:
 
     @pytest.mark.parametrize(
         ("seam", "wrap"),
-        [
-            pytest.param(
-                seam,
-                wrap,
-                marks=pytest.mark.xfail(strict=True, reason="isinstance() looks through wrapt's proxies")
-                if wrap == "wrapt" and seam in ("static", "make")
-                else (),
-            )
-            for seam in SEAMS
-            for wrap in ("functools", "wrapt")
-        ],
+        [(seam, wrap) for seam in SEAMS for wrap in ("functools", "wrapt")],
     )
     def test_allows_a_foreign_wrapper_around_ours(self, package: Package, seam: str, wrap: str):
         """SGLang's hook registry wraps with functools; descriptors keep their kind."""

@@ -317,13 +317,11 @@ class TestRefusals:
         with pytest.raises(PlanError, match="one request of the batch writes a page that another reads as its prefix"):
             build_plan(group(2)[rank], np.array([[1, 2], [2, 3]]), [4, 4], [8, 8], 20)
 
-    @pytest.mark.xfail(strict=True, reason="only new pages are compared, not the page that a prefix ends in")
     def test_a_boundary_page_of_one_request_in_anothers_prefix_is_refused(self):
         """Request 0 writes rows 2 and 3 of page 2, which request 1 reads whole."""
         with pytest.raises(PlanError):
             build_plan(group(2)[0], np.array([[1, 2, 0], [1, 2, 3]]), [6, 8], [8, 9], 20)
 
-    @pytest.mark.xfail(strict=True, reason="pages that two requests write are merged without a word")
     def test_a_page_written_by_two_requests_is_refused(self):
         with pytest.raises(PlanError):
             build_plan(group(2)[0], np.array([[1, 2], [3, 2]]), [4, 4], [8, 8], 20)

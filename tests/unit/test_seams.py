@@ -192,7 +192,6 @@ class TestFind:
     def test_what_is_missing_is_said_in_a_sentence(self, tree: Tree, module: str, qualname: str, reason: str):
         assert tree(broken="def plain(:\n").find(module, qualname) == reason
 
-    @pytest.mark.xfail(raises=UnicodeDecodeError, strict=True, reason="only OSError and SyntaxError are turned")
     def test_a_file_that_is_not_utf_8_is_said_in_a_sentence(self, tree: Tree):
         source = tree()
         (source.root / "latin.py").write_bytes(b"# caf\xe9\ndef plain(): ...\n")

@@ -104,8 +104,9 @@ class _Applied:
 
 def _underlying(value: Any) -> types.FunctionType | None:
     """The plain function inside a method, descriptor or nothing."""
-    function = getattr(value, "__func__", value)
-    return function if isinstance(function, types.FunctionType) else None
+    # By exact type: isinstance() and attributes look through the proxies that wrapt makes.
+    function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+    return function if type(function) is types.FunctionType else None
 
 
 def _chain(value: Any) -> Iterator[Any]:
@@ -113,7 +114,7 @@ def _chain(value: Any) -> Iterator[Any]:
     seen = 0
     while value is not None and seen < 64:
         yield value
-        inner = getattr(value, "__func__", None) if isinstance(value, (classmethod, staticmethod)) else None
+        inner = value.__func__ if type(value) in (classmethod, staticmethod) else None
         value = inner if inner is not None else getattr(value, "__wrapped__", None)
         seen += 1
 
@@ -217,7 +218,7 @@ class PatchSet:
             raise
 
     def _after_import(self, patches: tuple[Patch, ...], module: types.ModuleType) -> None:
-        if not self.active:
+        if not self.active or patches[0].seam in self._applied:
             return  # undone before the module was imported; wrapt cannot unregister a hook
         problems = [p for patch in patches if (p := self._live_problem(patch, module.__name__))]
         if problems:
