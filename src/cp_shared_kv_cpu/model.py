@@ -44,7 +44,7 @@ def tiny_config(
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "n_shared_experts": 1,
-        "n_routed_experts": 4,
+        "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,

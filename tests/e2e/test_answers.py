@@ -9,7 +9,7 @@ from .harness import run
 from .prompts import ODD_STEPS, STEPS
 from .spec import Report, Spec
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ALL = STEPS + ODD_STEPS
 LOGICAL = 6144

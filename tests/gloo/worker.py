@@ -205,6 +205,39 @@ def agreement(rank: int, size: int, figures: list[int]) -> str | None:
     return None
 
 
+def charge(rank: int, size: int, available: int, dtype: str, context_len: int) -> tuple[int | str, int]:
+    """Bytes left for pages after the workspace was charged, or the refusal; and the bytes a workspace really takes."""
+    import sglang.srt.distributed.parallel_state as parallel_state
+    import torch
+
+    from cp_shared_kv.layout import CpSharedKVLayout
+    from cp_shared_kv.patches.capacity import CapacityError, _profile_available_bytes, _workspace_pages
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+
+    parallel_state.get_attn_cp_group = lambda: group_of(rank, size)
+    fp8 = dtype == "fp8_e4m3"
+    hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=64, index_head_dim=128)
+    runner = SimpleNamespace(
+        device="cpu",
+        page_size=PAGE,
+        server_args=SimpleNamespace(attn_cp_size=size),
+        model_config=SimpleNamespace(context_len=context_len, hf_config=hf_config),
+        kv_cache_dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
+        calculate_mla_kv_cache_dim=lambda: 656 if fp8 else 576,
+    )
+    pool = CPSharedNSATokenToKVPool.adopt(
+        make_pool(4, dtype),
+        layout=CpSharedKVLayout(PAGE, size, rank),
+        workspace_pages=_workspace_pages(runner),
+        gather=None,
+    )
+    try:
+        left: int | str = _profile_available_bytes(lambda *args, **kwargs: available, runner, (0,), {})
+    except CapacityError as error:
+        left = str(error)
+    return left, pool.workspace_bytes
+
+
 def divergence(rank: int, size: int, pages: list[list[list[int]]], every: int) -> tuple[int, str | None]:
     """Forward at which the guard of a rank that sees ``pages[rank]`` stops, and what it says; 0 if it never does."""
     import numpy as np
