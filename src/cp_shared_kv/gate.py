@@ -128,6 +128,12 @@ def _prefill_backend_problem(facts: Facts) -> str | None:
     return _unless(backend in PREFILL_BACKENDS, f"{facts.names.prefill_backend}={backend!r}")
 
 
+def _attention_backend_problem(facts: Facts) -> str | None:
+    names = ("attention_backend", "prefill_attention_backend")
+    other = {name: facts.arg(name) for name in names if facts.arg(name) not in (None, "nsa")}
+    return ", ".join(f"{name}={value!r}" for name, value in other.items()) or None
+
+
 def _fp8_layout_problem(facts: Facts) -> str | None:
     fp8 = facts.arg("kv_cache_dtype") == "fp8_e4m3"
     trtllm = facts.arg(facts.names.decode_backend) == "trtllm"
@@ -263,10 +269,32 @@ RULES: tuple[Rule, ...] = (
         "remove --pp-size",
     ),
     Rule(
+        "nnodes",
+        lambda f: _unless((f.arg("nnodes") or 1) == 1, f"nnodes={f.arg('nnodes')}"),
+        "one node (each node would decide for itself, and SGLang verified prefill CP on one node only)",
+        "remove --nnodes",
+    ),
+    Rule(
+        "attention_backend",
+        _attention_backend_problem,
+        "the nsa attention backend",
+        "remove --attention-backend and --prefill-attention-backend",
+    ),
+    Rule(
         "cuda_graph",
         lambda f: _unless(bool(f.arg("disable_cuda_graph")), f"disable_cuda_graph={f.arg('disable_cuda_graph')}"),
         "no CUDA graphs on the prefill server (a captured forward cannot be planned)",
-        "remove --enforce-piecewise-cuda-graph, or add --disable-cuda-graph",
+        "add --disable-cuda-graph",
+    ),
+    Rule(
+        "piecewise_cuda_graph",
+        lambda f: _unless(
+            bool(f.arg("disable_piecewise_cuda_graph", True)) and not f.arg("enforce_piecewise_cuda_graph"),
+            f"disable_piecewise_cuda_graph={f.arg('disable_piecewise_cuda_graph')}, "
+            f"enforce_piecewise_cuda_graph={f.arg('enforce_piecewise_cuda_graph')}",
+        ),
+        "no piecewise CUDA graphs on the prefill server (a captured forward cannot be planned)",
+        "remove --enforce-piecewise-cuda-graph",
     ),
     _off("speculative decoding", "speculative_algorithm", "--speculative-algorithm", "the draft pool is not sharded"),
     _off("HiCache", "enable_hierarchical_cache", "--enable-hierarchical-cache", "it copies pages by logical slot"),
@@ -284,6 +312,13 @@ RULES: tuple[Rule, ...] = (
         "--enable-return-indexer-topk",
         "captured slots would be those of the workspace",
     ),
+    _off(
+        "routed experts capture",
+        "enable_return_routed_experts",
+        "--enable-return-routed-experts",
+        "its host buffer would grow with the logical capacity",
+    ),
+    _off("elastic EP", "elastic_ep_backend", "--elastic-ep-backend", "ranks that leave take their pages with them"),
     _off("Ray", "use_ray", "--use-ray", "its scheduler actors do not load plugins"),
     _off("KV cache sharding of SGLang", "enable_kv_cache_sharding", "--enable-kv-cache-sharding", "it does the same"),
     _off("KV layer split", "enable_kv_cache_layer_split", "--enable-kv-cache-layer-split", "it shards the same pool"),

@@ -26,7 +26,7 @@ class Counters:
         gathered_bytes: bytes received from other ranks, padding included.
         kv_pages_sent, kv_bytes_sent: MLA KV pages handed to the transfer engine for decode, and their bytes.
         state_pages_sent, state_bytes_sent: the same for index-K.
-        transfers_refused: requests failed because a chunk did not fit decode's pages; no byte of that chunk was sent.
+        transfers_refused: requests failed because their pages did not fit those that decode registered.
     """
 
     forwards: int = 0

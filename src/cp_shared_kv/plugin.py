@@ -11,6 +11,7 @@ wrong once shared KV was asked for leaves as ``SystemExit``, which SGLang lets t
 from __future__ import annotations
 
 import logging
+import multiprocessing.context
 import os
 from typing import Any, NoReturn
 
@@ -105,13 +106,15 @@ def decide(server_args: Any) -> Decision | None:
         )
     except (GateError, SeamError, ValueError) as error:
         problems.append(str(error))
+    except Exception as error:  # an extension's rule, an unreadable model configuration
+        problems.append(f"{type(error).__name__}: {error}")
     if problems or decision is None:
         if request.state is State.ON:
             _stop(f"asked for by {request.source}, but " + "\n".join(problems))
         logger.warning("CP shared KV stays off, this server is stock: %s", "\n".join(problems))
         return None
     config.publish(decision)
-    setattr(server_args, DECISION_ATTRIBUTE, _TravellingDecision(decision))
+    setattr(server_args, DECISION_ATTRIBUTE, _TravellingDecision.of(decision))
     logger.info(
         "CP shared KV: on for this server (%s), SGLang %s, cp_size=%d; every decode server needs %s=1 too",
         request.source,
@@ -122,32 +125,34 @@ def decide(server_args: Any) -> Decision | None:
     return decision
 
 
-class _TravellingDecision:
-    """A decision on ``ServerArgs``. Unpickling it patches the process it arrives in.
+class _TravellingDecision(str):
+    """A decision on ``ServerArgs``, as its JSON text. Being spawned with it patches the new process.
 
-    So a scheduler process that was told to share KV cannot run stock code because its plugins failed to load.
+    So a scheduler process that was told to share KV cannot run stock code because its plugins failed to load. Other
+    pickles (``/server_info`` sends the arguments back to the launching process, crash dumps hold them) patch nothing,
+    and as a string it is plain data for every encoder.
     """
 
-    def __init__(self, decision: Decision) -> None:
-        self.decision = decision
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, decision: Decision) -> _TravellingDecision:
+        """The travelling form of a decision."""
+        return cls(decision.to_json())
+
+    @property
+    def decision(self) -> Decision:
+        """The decision."""
+        return Decision.from_json(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.decision.to_json(),)
-
-    def __copy__(self) -> _TravellingDecision:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _TravellingDecision:
-        return self
-
-    def __repr__(self) -> str:
-        return repr(self.decision)
+        spawning = multiprocessing.context.get_spawning_popen() is not None
+        return _arrive if spawning else _TravellingDecision, (str(self),)
 
 
 def _arrive(text: str) -> _TravellingDecision:
-    decision = Decision.from_json(text)
-    activate(decision)
-    return _TravellingDecision(decision)
+    activate(Decision.from_json(text))
+    return _TravellingDecision(text)
 
 
 def activate(decision: Decision) -> None:

@@ -126,6 +126,9 @@ def _engine(
         return
     results.put((role, "up", None))
     while (job := jobs.get()) is not None:
+        if job == "server_info":
+            results.put((role, "done", engine.get_server_info()))
+            continue
         prompts, rooms = job
         results.put((role, "done", _generate(engine, spec, prompts, rooms, ports[0])))
     engine.shutdown()
@@ -185,7 +188,7 @@ class Run:
         try:
             for process in self.processes.values():
                 process.start()
-            if self._collect("up", START_S) is not None:
+            if self._collect("up", START_S, tuple(self.jobs)) is not None:
                 for step in self.spec.steps:
                     self._step(step)
         except Exception:
@@ -197,11 +200,11 @@ class Run:
         shutil.rmtree(self.directory, ignore_errors=True)
         return self.report
 
-    def _collect(self, expected: str, timeout_s: float) -> dict[str, Any] | None:
+    def _collect(self, expected: str, timeout_s: float, roles: tuple[str, ...]) -> dict[str, Any] | None:
         """One message of each role; None where an engine failed, died or is late."""
         messages: dict[str, Any] = {}
         end = time.monotonic() + timeout_s
-        while len(messages) < len(self.processes):
+        while len(messages) < len(roles):
             try:
                 role, kind, body = self.results.get(timeout=1)
             except queue.Empty:
@@ -236,16 +239,22 @@ class Run:
             return
         if not self.spec.spawn:
             self._order(chunk=step.chunk, breaks=step.breaks)
-        rooms = list(range(self.room, self.room + len(step.prompts)))
+        if step.server_info:
+            self.jobs["prefill"].put("server_info")
+            if (said := self._collect("done", STEP_S, ("prefill",))) is None:
+                return
+            self.report.server_info[step.name] = said["prefill"]
+        first = self.room if step.room is None else step.room
+        rooms = list(range(first, first + len(step.prompts)))
         self.room += len(step.prompts)
-        for jobs in self.jobs.values():
-            jobs.put((step.prompts, rooms))
-        answers = self._collect("done", STEP_S)
+        for role in step.sides:
+            self.jobs[role].put((step.prompts, rooms))
+        answers = self._collect("done", STEP_S, step.sides)
         if answers is None:
             self.report.failure = f"step {step.name}: {self.report.failure}"
             return
-        self.report.answers[step.name] = answers["decode"]
-        self.report.prefill_answers[step.name] = answers["prefill"]
+        self.report.answers[step.name] = answers.get("decode", [])
+        self.report.prefill_answers[step.name] = answers.get("prefill", [])
         if self.spec.dump:
             self._order(chunk=step.chunk, breaks=step.breaks, dump=True)
             paths = [self.directory / f"dump.{rank}" for rank in range(self.spec.cp_size)]

@@ -15,12 +15,18 @@ class Step:
         prompts: token ids of each request; sent as one batch to prefill and decode.
         chunk: chunk size in tokens for this step, also one that the command line would refuse; None keeps the server's.
         breaks: mechanism broken on purpose (see ``control.BREAKS``), or None.
+        sides: engines that get the prompts.
+        room: bootstrap room of the first prompt; None for a new one.
+        server_info: ask the prefill engine for its server info before the prompts are sent.
     """
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     chunk: int | None = None
     breaks: str | None = None
+    sides: tuple[str, ...] = ("prefill", "decode")
+    room: int | None = None
+    server_info: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Report:
         answers: decode's answers by step name.
         prefill_answers: the prefill engine's answers by step name.
         dumps: by step name, what each prefill rank dumped (see ``control.dump``), in rank order.
+        server_info: by step name, what the prefill engine said of itself.
         log: the prefill engine's output.
         decode_log: the decode engine's output.
         failure: why an engine did not start, or None.
@@ -92,6 +99,7 @@ class Report:
     answers: dict[str, list[Answer]] = field(default_factory=dict)
     prefill_answers: dict[str, list[Answer]] = field(default_factory=dict)
     dumps: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    server_info: dict[str, Any] = field(default_factory=dict)
     log: str = ""
     decode_log: str = ""
     failure: str | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from .harness import run
@@ -25,6 +27,10 @@ STEPS = (
     Step("beyond the capacity", (_beyond,)),
     Step("beyond, among others", (_inside + tokens(20), _beyond, _inside + tokens(30))),
     Step("inside again", (_inside,)),
+    # A client whose prompt was refused, and whose decode request never came, tries again with a shorter one.
+    Step("refused, decode unaware", (_beyond,), sides=("prefill",), room=7),
+    Step("same room again", (_inside + tokens(40),), room=7),
+    Step("after the same room", (_inside + tokens(50),), server_info=True),
 )
 
 
@@ -37,7 +43,8 @@ def shared() -> Report:
 
 @pytest.fixture(scope="module")
 def stock() -> Report:
-    report = run(Spec(STEPS, CP, False, 4096))
+    # Stock serves the refused prompt's one-token stand-in, which would wait for a decode side that never comes.
+    report = run(Spec(tuple(step for step in STEPS if "decode" in step.sides), CP, False, 4096))
     assert report.failure is None, f"{report.failure}\n{report.log[-3000:]}"
     return report
 
@@ -63,6 +70,22 @@ def test_a_refused_prompt_does_not_disturb_those_beside_it(shared: Report, stock
     assert [first, last] == [stock.answers["beyond, among others"][i] for i in (0, 2)]
 
 
+def test_a_refused_room_can_be_used_again_and_the_server_lives_on(shared: Report, stock: Report) -> None:
+    assert shared.prefill_answers["refused, decode unaware"][0].error is not None
+    again = shared.answers["same room again"][0]
+    # Should decode announce itself before prefill knows of the request, the room counts as the refused one's.
+    assert again.error is not None or again == stock.answers["same room again"][0]
+    assert shared.answers["after the same room"] == stock.answers["after the same room"]
+
+
+def test_server_info_names_the_logical_capacity_and_carries_the_decision_as_text(shared: Report) -> None:
+    info = shared.server_info["after the same room"]
+    assert info["max_total_num_tokens"] == LOGICAL
+    [state] = info["internal_states"]
+    assert '"cp_size": 2' in state["_cp_shared_kv_decision"]
+    json.dumps(state["_cp_shared_kv_decision"])
+
+
 def test_nothing_is_lost_after_refusals(shared: Report) -> None:
     for dump in list(shared.dumps.values())[-1]:
         assert dump["available"] + dump["evictable"] == LOGICAL
@@ -82,5 +105,5 @@ def test_start_up_reports_physical_and_logical_capacity(shared: Report) -> None:
 
 def test_each_request_is_logged_with_its_pages_per_rank(shared: Report) -> None:
     pages = [line for line in shared.log.splitlines() if "CP shared KV transfer: rank=" in line]
-    served = 4 + 2  # requests that were not refused
+    served = 6 + 2  # requests that were not refused
     assert len(pages) == served * CP

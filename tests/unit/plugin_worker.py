@@ -117,7 +117,7 @@ def main() -> None:
     seen["after_other_version"] = patched()
 
     before = objects()
-    pickle.loads(pickle.dumps(plugin._TravellingDecision(DECISION)))
+    plugin._arrive(pickle.loads(pickle.dumps(plugin._TravellingDecision.of(DECISION))))
     seen["arrived"] = patched()
     assert plugin._scheduler_patches is not None
     own = {patch.seam for patch in plugin._scheduler_patches.patches}

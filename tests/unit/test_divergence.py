@@ -14,10 +14,8 @@ from cp_shared_kv.divergence import CHECK_EVERY_ENV, DivergenceGuard, check_ever
 
 
 class TestCheckEvery:
-    @pytest.mark.parametrize(
-        ("environ", "every"), [({}, 16), ({CHECK_EVERY_ENV: " "}, 16), ({CHECK_EVERY_ENV: "0"}, 0)]
-    )
-    def test_is_16_unless_a_number_is_given(self, environ: dict[str, str], every: int):
+    @pytest.mark.parametrize(("environ", "every"), [({}, 1), ({CHECK_EVERY_ENV: " "}, 1), ({CHECK_EVERY_ENV: "0"}, 0)])
+    def test_is_1_unless_a_number_is_given(self, environ: dict[str, str], every: int):
         assert check_every(environ) == every
 
     @pytest.mark.parametrize("value", ["-1", "1.5", "often", "1e3"])

@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+from multiprocessing.context import set_spawning_popen
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -323,25 +324,42 @@ class TestDecide:
 
 
 class TestTravellingDecision:
-    def test_unpickling_activates_with_the_same_decision(self, monkeypatch: pytest.MonkeyPatch):
+    def test_being_spawned_with_it_activates_with_the_same_decision(self, monkeypatch: pytest.MonkeyPatch):
         activated: list[Decision] = []
         monkeypatch.setattr(plugin, "activate", activated.append)
-        arrived = pickle.loads(pickle.dumps(plugin._TravellingDecision(DECISION)))
+        set_spawning_popen(object())
+        try:
+            pickled = pickle.dumps(plugin._TravellingDecision.of(DECISION))
+        finally:
+            set_spawning_popen(None)
+        arrived = pickle.loads(pickled)
         assert activated == [DECISION]
         assert arrived.decision == DECISION
+
+    def test_any_other_pickle_activates_nothing(self, monkeypatch: pytest.MonkeyPatch):
+        # /server_info sends the scheduler's arguments to the launching process, which must stay as it is.
+        activated: list[Decision] = []
+        monkeypatch.setattr(plugin, "activate", activated.append)
+        arrived = pickle.loads(pickle.dumps(plugin._TravellingDecision.of(DECISION)))
+        assert activated == []
+        assert arrived.decision == DECISION
+
+    def test_it_is_plain_text_for_encoders(self):
+        travelling = plugin._TravellingDecision.of(DECISION)
+        assert json.loads(json.dumps({"x": travelling}))["x"] == DECISION.to_json()
 
     @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
     def test_copying_activates_nothing(self, monkeypatch: pytest.MonkeyPatch, copied: Any):
         activated: list[Decision] = []
         monkeypatch.setattr(plugin, "activate", activated.append)
-        assert copied(plugin._TravellingDecision(DECISION)).decision == DECISION
+        assert copied(plugin._TravellingDecision.of(DECISION)).decision == DECISION
         assert activated == []
 
 
 class TestAttestScheduler:
     @staticmethod
     def arguments(carried: Decision | None = DECISION, **changes: Any) -> Any:
-        travelling = None if carried is None else plugin._TravellingDecision(carried)
+        travelling = None if carried is None else plugin._TravellingDecision.of(carried)
         return SimpleNamespace(**{"attn_cp_size": 2, "page_size": 64, DECISION_ATTRIBUTE: travelling, **changes})
 
     @pytest.fixture

@@ -102,10 +102,14 @@ class _Applied:
     own: bool
 
 
+#: What holds a plain function as ``__func__``.
+_HOLDERS = (staticmethod, classmethod, types.MethodType)
+
+
 def _underlying(value: Any) -> types.FunctionType | None:
     """The plain function inside a method, descriptor or nothing."""
     # By exact type: isinstance() and attributes look through the proxies that wrapt makes.
-    function = value.__func__ if type(value) in (staticmethod, classmethod) else value
+    function = value.__func__ if type(value) in _HOLDERS else value
     return function if type(function) is types.FunctionType else None
 
 
@@ -114,7 +118,7 @@ def _chain(value: Any) -> Iterator[Any]:
     seen = 0
     while value is not None and seen < 64:
         yield value
-        inner = value.__func__ if type(value) in (classmethod, staticmethod) else None
+        inner = value.__func__ if type(value) in _HOLDERS else None
         value = inner if inner is not None else getattr(value, "__wrapped__", None)
         seen += 1
 
@@ -228,25 +232,41 @@ class PatchSet:
 
     def _live_problem(self, patch: Patch, module: str) -> str | None:
         """Why the imported symbol cannot be wrapped: it is absent, or not the function that was read in source."""
-        assert self.resolution is not None
         target = self.targets[patch.seam]
         try:
             original = wrapt.resolve_path(module, target.qualname)[2]
         except AttributeError:
             return f"{patch.seam}: missing: {target.path} is not defined in the imported module"
         function = _underlying(original)
-        definition = self.resolution.definitions[patch.seam]
-        file = self.source.file_of(target.module).name
-        if (
-            function is None
-            or function.__code__.co_firstlineno != definition.first_line
-            or os.path.basename(function.__code__.co_filename) != file
-        ):
+        if function is None or not self._is_stock(patch.seam, function):
             return (
                 f"{patch.seam}: already patched: {target.path} is {original!r}, not the function of SGLang "
                 f"{self.source.version}; another plugin or patch replaced it: remove one of the two"
             )
         return None
+
+    def _foreign_problems(self) -> list[str]:
+        """Seams, wrapped or relied on, that somebody else has replaced; wrappers around stock code are allowed."""
+        problems = []
+        replaced = _foreign_replacements()
+        for seam, target in self.targets.items():
+            importlib.import_module(target.module)
+            function = _stock_function(wrapt.resolve_path(target.module, target.qualname)[2])
+            if function is None or not self._is_stock(seam, function):
+                problems.append(f"{seam}: replaced: {target.path} no longer leads to the function of SGLang")
+            for path, source in replaced.items():
+                if target.path == path or target.path.startswith(path + "."):
+                    problems.append(f"{seam}: replaced: {path} has a REPLACE hook from {source}")
+        return problems
+
+    def _is_stock(self, seam: str, function: types.FunctionType) -> bool:
+        """Whether a function is the one that was read in source."""
+        assert self.resolution is not None
+        file = self.source.file_of(self.targets[seam].module).name
+        return (
+            function.__code__.co_firstlineno == self.resolution.definitions[seam].first_line
+            and os.path.basename(function.__code__.co_filename) == file
+        )
 
     def _patch_module(self, patches: Iterable[Patch], module: types.ModuleType) -> None:
         for patch in patches:
@@ -276,8 +296,7 @@ class PatchSet:
         Raises:
             SeamError: a symbol does not lead to the wrapper, a stale copy is left, or a foreign hook replaces it.
         """
-        problems = []
-        replaced = _foreign_replacements()
+        problems = self._foreign_problems()
         for patch in self.patches:
             target = self.targets[patch.seam]
             importlib.import_module(target.module)
@@ -288,13 +307,18 @@ class PatchSet:
             current = wrapt.resolve_path(target.module, target.qualname)[2]
             if not any(_is_wrapper(link, applied.wrapped) for link in _chain(current)):
                 problems.append(f"{patch.seam}: lost: {target.path} no longer leads to this plugin's wrapper")
-            for path, source in replaced.items():
-                if target.path == path or target.path.startswith(path + "."):
-                    problems.append(f"{patch.seam}: replaced: {path} has a REPLACE hook from {source}")
             if isinstance(applied.owner, types.ModuleType):
                 _rebind_copies(applied.original, applied.wrapped)  # copies made while its module was importing
         if problems:
             raise SeamError(problems)
+
+
+def _stock_function(value: Any) -> types.FunctionType | None:
+    """The innermost function of a chain of wrappers."""
+    function = None
+    for link in _chain(value):
+        function = _underlying(link) or function
+    return function
 
 
 def _is_wrapper(link: Any, wrapper: Any) -> bool:

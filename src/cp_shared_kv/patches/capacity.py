@@ -99,6 +99,7 @@ def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
             "workspace_pages": pages,
             "kv_cache_dtype": str(runner.kv_cache_dtype),
             "plugin": __version__,
+            "check_every": check_every(),
         },
     )
     result = wrapped(*args, **kwargs)

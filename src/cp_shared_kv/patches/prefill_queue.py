@@ -14,9 +14,10 @@ from http import HTTPStatus
 from typing import Any
 
 from cp_shared_kv.patches import Patch, PatchGroup, argument
-from cp_shared_kv.patches.transfer import layout_of, tell_decode_failed
+from cp_shared_kv.patches.transfer import fail_request, layout_of, request_problem, tell_decode_failed
 
 REJECTED_ATTRIBUTE = "_cp_shared_kv_rejected"
+CHECKED_ATTRIBUTE = "_cp_shared_kv_checked"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +34,14 @@ def _queue_add(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...]
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     queue, req = instance, argument(args, kwargs, 0, "req")
-    if layout_of(queue.kv_manager) is None or not isinstance(req.to_finish, FINISH_ABORT):
+    if layout_of(queue.kv_manager) is None:
+        return wrapped(*args, **kwargs)
+    if not isinstance(req.to_finish, FINISH_ABORT):
+        _forget(queue, req.bootstrap_room)
         return wrapped(*args, **kwargs)
     reason = req.to_finish.message
-    if req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+    if req.bootstrap_host != FAKE_BOOTSTRAP_HOST and not _is_live(queue, req.bootstrap_room):
+        _forget(queue, req.bootstrap_room)
         wrapped(*args, **kwargs)  # makes the sender, which waits for decode
         if queue.queue and queue.queue[-1] is req:
             queue.queue.pop()
@@ -51,27 +56,67 @@ def _queue_add(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...]
     return None
 
 
+def _is_live(queue: Any, room: int) -> bool:
+    """Whether a request with this room is between its arrival and the end of its transfer."""
+    scheduler = queue.scheduler
+    batches = (getattr(scheduler, name, None) for name in ("cur_batch", "last_batch"))
+    requests = [*queue.queue, *scheduler.waiting_queue, *scheduler.disagg_prefill_inflight_queue]
+    requests += [req for batch in batches if batch is not None for req in batch.reqs]
+    requests += [req for req in (getattr(scheduler, "chunked_req", None),) if req is not None]
+    return any(req.bootstrap_room == room and not req.finished() for req in requests)
+
+
+def _forget(queue: Any, room: int) -> None:
+    """Settle rejected requests whose room a new request takes over: the room's status is the new one's from now on."""
+    waiting = getattr(queue, REJECTED_ATTRIBUTE, [])
+    for entry in [entry for entry in waiting if entry.room == room]:
+        waiting.remove(entry)
+        _end(queue, entry)
+
+
+def _fail_unfit_requests(queue: Any) -> None:
+    """Fail requests whose pages do not fit those that decode registered, before anything is computed or sent."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    manager = queue.kv_manager
+    for req in queue.queue:
+        room, sender = req.bootstrap_room, req.disagg_kv_sender
+        announced = room in manager.transfer_infos and manager.request_status.get(room) == KVPoll.WaitingForInput
+        if announced and not getattr(sender, CHECKED_ATTRIBUTE, False):
+            setattr(sender, CHECKED_ATTRIBUTE, True)
+            if (problem := request_problem(manager, room, len(req.origin_input_ids))) is not None:
+                fail_request(manager, room, problem)
+
+
 def _queue_pop_bootstrapped(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     waiting = getattr(instance, REJECTED_ATTRIBUTE, None)
     if waiting:
         setattr(instance, REJECTED_ATTRIBUTE, [entry for entry in waiting if not _settle(instance, entry)])
+    if layout_of(instance.kv_manager) is not None:
+        _fail_unfit_requests(instance)
     return wrapped(*args, **kwargs)
 
 
 def _settle(queue: Any, entry: _Rejected) -> bool:
-    """Tell decode about a rejected request once it is known; True when the entry is done with."""
+    """End a rejected request once decode is known or its time is over; True when it is done with."""
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    manager = queue.kv_manager
-    status = manager.request_status.get(entry.room, KVPoll.Failed)
+    status = queue.kv_manager.request_status.get(entry.room, KVPoll.Failed)
     if status == KVPoll.Bootstrapping and time.monotonic() < entry.until:
         return False
-    if status == KVPoll.WaitingForInput:
-        tell_decode_failed(manager, entry.room)
-    entry.sender.clear()
+    _end(queue, entry)
     return True
+
+
+def _end(queue: Any, entry: _Rejected) -> None:
+    """Tell decode, where it has announced itself, and drop what is kept for the room."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    if queue.kv_manager.request_status.get(entry.room) == KVPoll.WaitingForInput:
+        tell_decode_failed(queue.kv_manager, entry.room)
+    entry.sender.clear()
 
 
 GROUP = PatchGroup(
@@ -86,7 +131,8 @@ GROUP = PatchGroup(
         Patch(
             "prefill.queue_pop_bootstrapped",
             _queue_pop_bootstrapped,
-            why="decode announces itself after the request was rejected and would wait until its timeout",
+            why="decode announces itself after the request was rejected and would wait until its timeout; a request "
+            "that does not fit decode's pages is failed before it is computed",
             until="SGLang answers rejected requests with their error in disaggregated mode, on both sides",
         ),
     ),

@@ -14,9 +14,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.patches import Patch, PatchGroup, argument
+from cp_shared_kv.plan import ceil_div
 from cp_shared_kv.transfer import chunk_problem, split_chunk, split_state
 
 logger = logging.getLogger("cp_shared_kv")
@@ -39,6 +42,14 @@ def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
         return
     if not instance.enable_all_cp_ranks_for_transfer:
         raise RuntimeError("CP shared KV needs SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1 on the prefill side")
+    from sglang.srt.distributed.parallel_state import get_attn_cp_group
+
+    group = get_attn_cp_group()
+    if (group.rank_in_group, group.world_size) != (instance.attn_cp_rank, instance.attn_cp_size):
+        raise RuntimeError(
+            f"CP shared KV: the pool is rank {group.rank_in_group} of {group.world_size} of the attention-CP group but "
+            f"the transfer is rank {instance.attn_cp_rank} of {instance.attn_cp_size}; wrong pages would be sent"
+        )
     layout = CpSharedKVLayout(
         page_size=instance.kv_args.page_size, cp_size=instance.attn_cp_size, cp_rank=instance.attn_cp_rank
     )
@@ -97,10 +108,12 @@ def fail_request(manager: Any, room: int, reason: str) -> None:
     """
     from sglang.srt.disaggregation.base.conn import KVPoll
 
+    COUNTERS.add(transfers_refused=1)
     logger.error("CP shared KV: request with bootstrap room %s fails: %s", room, reason)
     manager.record_failure(room, reason)
     manager.update_status(room, KVPoll.Failed)
     tell_decode_failed(manager, room)
+    manager.transfer_infos.pop(room, None)  # chunks that are still queued find no destination and are dropped
 
 
 def tell_decode_failed(manager: Any, room: int) -> None:
@@ -152,15 +165,29 @@ def _add_transfer_request(
     state = kwargs.get("state_indices", args[5] if len(args) > 5 else None) or ()
     infos = list(manager.transfer_infos.get(room, {}).values())
     problem = chunk_problem(positions.stop, state, infos)
-    if problem is None and any(
-        getattr(manager.decode_kv_args_table.get(info.mooncake_session_id), "enable_hisparse", False) for info in infos
-    ):
-        problem = "decode runs HiSparse, whose token-granular transfer is not supported under CP shared KV"
     if problem is not None:
-        COUNTERS.add(transfers_refused=1)
         fail_request(manager, room, problem)
         return None
     return wrapped(*args, **kwargs)
+
+
+def request_problem(manager: Any, room: int, tokens: int) -> str | None:
+    """Why a request that decode has announced itself for must not be sent, or None.
+
+    Args:
+        manager: the prefill side's manager.
+        room: bootstrap room of the request.
+        tokens: length of its prompt.
+    """
+    infos = list(manager.transfer_infos.get(room, {}).values())
+    if any(
+        getattr(manager.decode_kv_args_table.get(info.mooncake_session_id), "enable_hisparse", False) for info in infos
+    ):
+        return "decode runs HiSparse, whose token-granular transfer is not supported under CP shared KV"
+    page_size = manager.kv_args.page_size
+    to_send = tokens - manager.req_to_decode_prefix_len.get(room, 0)
+    state = [np.arange(ceil_div(tokens, page_size))] * len(manager.kv_args.state_types)
+    return chunk_problem(ceil_div(to_send, page_size), state, infos)
 
 
 def _send_kvcache(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
