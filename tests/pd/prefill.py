@@ -54,9 +54,9 @@ class PrefillRank:
         init_distributed(self.scenario.cp_size, cp_rank, cluster.prefill_dist_port, cp_size=self.scenario.cp_size)
         if self.scenario.transfer != "stock":
             # Before any class below is looked up, as in a real scheduler process.
-            transfer_patches().apply()
+            transfer_patches(self.scenario.with_queue).apply()
             if not self.shared:
-                transfer_patches().undo()
+                transfer_patches(self.scenario.with_queue).undo()
         sabotage.apply(self.scenario.sabotage)
         init_engine()
         held = self.scenario.logical_pages // (self.scenario.cp_size if self.shared else 1)

@@ -12,11 +12,11 @@ SGLANG_RELEASE = "0.5.12.post1"
 
 
 @cache
-def transfer_patches() -> PatchSet:
-    """The transfer group, checked against SGLang's source, not yet applied.
+def transfer_patches(with_queue: bool = False) -> PatchSet:
+    """The transfer group, and that of the prefill queue if asked for, checked against SGLang's source, not yet applied.
 
     The check reads and parses source for 0.2 s. The fork server calls this before it forks, so that the ranks have it.
     """
     from cp_shared_kv.patches import PatchSet
 
-    return PatchSet.for_release(SGLANG_RELEASE, groups=("transfer",))
+    return PatchSet.for_release(SGLANG_RELEASE, groups=("transfer", "prefill_queue") if with_queue else ("transfer",))

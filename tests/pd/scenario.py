@@ -99,6 +99,8 @@ class Scenario:
     transfer: Literal["shared", "stock", "undone"] = "shared"
     """``shared``: the product's transfer patches on prefill, pools hold owned pages only. ``stock``: no patches, full
     pools. ``undone``: the patches are applied and taken back first, then as stock."""
+    with_queue: bool = False
+    """Apply the product's patches of the prefill queue too, which refuse a request before it is computed."""
     all_cp_ranks_send: bool = True
     """SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER on both sides; False is stock's way: CP rank 0 alone sends."""
     decode_tp: int = 1

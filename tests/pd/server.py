@@ -102,7 +102,7 @@ def run_ranks(scenario: Scenario) -> Report | str:
     began = time.monotonic()
     if scenario.transfer != "stock":
         try:
-            transfer_patches()
+            transfer_patches(scenario.with_queue)
         except Exception:
             return traceback.format_exc()
     context = multiprocessing.get_context("fork")

@@ -83,6 +83,7 @@ class Req:
     cached_tokens_host: int = 0
     cached_tokens_storage: int = 0
     finished_reason: Any = None
+    to_finish: Any = None
     disagg_kv_sender: Any = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     time_stats: TimeStats = field(default_factory=TimeStats)

@@ -7,6 +7,7 @@ request also shows that those before it left nothing behind. Each test looks at 
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -19,7 +20,7 @@ from .checks import (
     assert_served,
 )
 from .harness import run
-from .scenario import HUNG, ITEM_LEN, LAYERS, PAGE_SIZE, SUCCESS, Report, Request, Scenario, WriteFault
+from .scenario import ABORTED, HUNG, ITEM_LEN, LAYERS, PAGE_SIZE, SUCCESS, Report, Request, Scenario, WriteFault
 
 pytestmark = [
     pytest.mark.pd,
@@ -316,6 +317,27 @@ def test_each_refused_request_is_counted_once_on_each_rank(cp_size: int, decode_
     report = short_run(cp_size, decode_tp)
     refused = len(SHORT_LISTS) * len(SHORT_CHUNKS) + len(SHORT_BESIDE)
     assert [rank.counters["transfers_refused"] for rank in report.prefill] == [refused] * cp_size
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_with_the_queue_patched_such_a_request_is_failed_before_a_byte_is_sent(cp_size: int) -> None:
+    hits, afters = zip(*(short_requests(name, "chunks") for name in SHORT_LISTS), strict=True)
+    waves = [(hit, after) for hit, after in zip(hits, afters, strict=True)]
+    spread = [(hit, replace(after, pages=(1, 2, 5, 6, 60, 59, 58, 57))) for hit, after in waves]
+    report = run(Scenario(cp_size, tuple(spread), with_queue=True))
+    for hit, after in spread:
+        for rank in report.prefill:
+            outcome = rank.outcomes[hit.room]
+            assert (outcome.status, outcome.streamed, outcome.released) == (ABORTED, 1, 0), outcome
+            assert "but decode registered" in outcome.error
+        for decode in report.decode:
+            assert decode.outcomes[hit.room].status == ABORTED
+        assert_served(report, after)
+    assert_nothing_else_happened(report)
+    assert_counters_match_wire(report)
+    for kind in ("kv_pages_sent", "state_pages_sent"):
+        assert sum(rank.counters[kind] for rank in report.prefill) == sum(len(after.pages) for _, after in spread)
+    assert [rank.counters["transfers_refused"] for rank in report.prefill] == [len(hits)] * cp_size
 
 
 # Controls on stock: faults that are known to be there must be seen, and nobody be blamed without cause.

@@ -17,7 +17,6 @@ from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.patches.transfer import fail_request, layout_of, request_problem, tell_decode_failed
 
 REJECTED_ATTRIBUTE = "_cp_shared_kv_rejected"
-CHECKED_ATTRIBUTE = "_cp_shared_kv_checked"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,29 +73,38 @@ def _forget(queue: Any, room: int) -> None:
         _end(queue, entry)
 
 
-def _fail_unfit_requests(queue: Any) -> None:
-    """Fail requests whose pages do not fit those that decode registered, before anything is computed or sent."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
-    manager = queue.kv_manager
-    for req in queue.queue:
-        room, sender = req.bootstrap_room, req.disagg_kv_sender
-        announced = room in manager.transfer_infos and manager.request_status.get(room) == KVPoll.WaitingForInput
-        if announced and not getattr(sender, CHECKED_ATTRIBUTE, False):
-            setattr(sender, CHECKED_ATTRIBUTE, True)
-            if (problem := request_problem(manager, room, len(req.origin_input_ids))) is not None:
-                fail_request(manager, room, problem)
-
-
 def _queue_pop_bootstrapped(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    waiting = getattr(instance, REJECTED_ATTRIBUTE, None)
+    queue = instance
+    waiting = getattr(queue, REJECTED_ATTRIBUTE, None)
     if waiting:
-        setattr(instance, REJECTED_ATTRIBUTE, [entry for entry in waiting if not _settle(instance, entry)])
-    if layout_of(instance.kv_manager) is not None:
-        _fail_unfit_requests(instance)
-    return wrapped(*args, **kwargs)
+        setattr(queue, REJECTED_ATTRIBUTE, [entry for entry in waiting if not _settle(queue, entry)])
+    result = wrapped(*args, **kwargs)
+    if layout_of(queue.kv_manager) is not None:
+        bootstrapped = result[0] if isinstance(result, tuple) else result
+        bootstrapped[:] = [req for req in bootstrapped if not _failed_for_its_pages(queue, req)]
+    return result
+
+
+def _failed_for_its_pages(queue: Any, req: Any) -> bool:
+    """Fail a request whose pages do not fit those that decode registered, before anything is computed or sent.
+
+    Every rank has decode's answer when stock hands the request out, so all ranks fail it in the same turn.
+    """
+    from sglang.srt.disaggregation.prefill import release_req_to_metadata_buffer
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    manager, room = queue.kv_manager, req.bootstrap_room
+    problem = request_problem(manager, room, len(req.origin_input_ids), req.start_send_idx)
+    if problem is None:
+        return False
+    fail_request(manager, room, problem)
+    req.disagg_kv_sender.clear()
+    release_req_to_metadata_buffer(req, queue.req_to_metadata_buffer_idx_allocator)
+    prepare_abort(req, problem, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
+    queue.scheduler.stream_output([req], req.return_logprob)
+    return True
 
 
 def _settle(queue: Any, entry: _Rejected) -> bool:

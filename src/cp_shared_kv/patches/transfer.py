@@ -171,13 +171,14 @@ def _add_transfer_request(
     return wrapped(*args, **kwargs)
 
 
-def request_problem(manager: Any, room: int, tokens: int) -> str | None:
+def request_problem(manager: Any, room: int, tokens: int, decode_prefix: int) -> str | None:
     """Why a request that decode has announced itself for must not be sent, or None.
 
     Args:
         manager: the prefill side's manager.
         room: bootstrap room of the request.
         tokens: length of its prompt.
+        decode_prefix: tokens that decode has cached and does not ask for.
     """
     infos = list(manager.transfer_infos.get(room, {}).values())
     if any(
@@ -185,9 +186,8 @@ def request_problem(manager: Any, room: int, tokens: int) -> str | None:
     ):
         return "decode runs HiSparse, whose token-granular transfer is not supported under CP shared KV"
     page_size = manager.kv_args.page_size
-    to_send = tokens - manager.req_to_decode_prefix_len.get(room, 0)
     state = [np.arange(ceil_div(tokens, page_size))] * len(manager.kv_args.state_types)
-    return chunk_problem(ceil_div(to_send, page_size), state, infos)
+    return chunk_problem(ceil_div(tokens - decode_prefix, page_size), state, infos)
 
 
 def _send_kvcache(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
