@@ -238,6 +238,68 @@ def charge(rank: int, size: int, available: int, dtype: str, context_len: int) -
     return left, pool.workspace_bytes
 
 
+def misuse(rank: int, size: int) -> dict[str, str]:
+    """What the pool and the forward's wrapper say to each wrong use; "" where they say nothing."""
+    import torch
+
+    from cp_shared_kv.layout import CpSharedKVLayout
+    from cp_shared_kv.patches.attention import _model_forward
+    from cp_shared_kv.plan import build_inert_plan, build_plan
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool, SharedPoolError
+
+    layout = CpSharedKVLayout(PAGE, size, rank)
+    pool = CPSharedNSATokenToKVPool.adopt(make_pool(4, "bfloat16"), layout=layout, workspace_pages=8, gather=None)
+    said: dict[str, str] = {}
+
+    def attempt(name: str, call: Any) -> None:
+        said[name] = ""
+        try:
+            call()
+        except SharedPoolError as error:
+            said[name] = str(error)
+
+    def write(layer_id: int, rows: int) -> None:
+        nope, rope = torch.zeros(rows, 1, 512).bfloat16(), torch.zeros(rows, 1, 64).bfloat16()
+        pool.set_mla_kv_buffer(SimpleNamespace(layer_id=layer_id), torch.zeros(rows).long(), nope, rope)
+
+    def begin() -> None:
+        import numpy as np
+
+        active = pool.begin_forward(build_plan(layout, np.array([[1, 2]]), [0], [100], 8))
+        active.set_write_slots(active.token_slots(), 100)
+
+    attempt("read outside a forward", lambda: pool.get_key_buffer(0))
+    attempt("index read outside a forward", lambda: pool.get_index_k_with_scale_buffer(0))
+    attempt("write outside a forward", lambda: write(0, 1))
+    begin()
+    attempt("read before the layer is written", lambda: pool.get_key_buffer(0))
+    attempt("write of other rows", lambda: write(0, 99))
+    attempt("write", lambda: write(0, 100))
+    attempt("read", lambda: pool.get_key_buffer(0))
+    attempt("read of another layer", lambda: pool.get_key_buffer(1))
+    attempt("index read of a layer whose KV alone is there", lambda: pool.get_index_k_with_scale_buffer(0))
+    attempt("write of non-MLA rows", lambda: pool.set_kv_buffer(None, None, None, None))
+    attempt("read by logical slot", lambda: pool.get_mla_kv_buffer(None, None))
+    attempt("copy to the host", lambda: pool.get_cpu_copy(None))
+
+    def raising(*args: Any, **kwargs: Any) -> None:
+        raise KeyError("kernel")
+
+    try:
+        _model_forward(raising, SimpleNamespace(token_to_kv_pool=pool), (), {})
+    except KeyError:
+        said["the forward's own error"] = "KeyError"
+    attempt("read after a forward that raised", lambda: pool.get_key_buffer(0))
+    before = [layer.clone() for layer in pool.physical_kv_buffer]
+    active = pool.begin_forward(build_inert_plan(3, 2, 8))
+    active.set_write_slots(active.token_slots(), 5)
+    attempt("write of a batch without requests", lambda: write(0, 5))
+    said["rows kept of a batch without requests"] = str(
+        sum(not torch.equal(a, b) for a, b in zip(before, pool.physical_kv_buffer, strict=True))
+    )
+    return said
+
+
 def divergence(rank: int, size: int, pages: list[list[list[int]]], every: int) -> tuple[int, str | None]:
     """Forward at which the guard of a rank that sees ``pages[rank]`` stops, and what it says; 0 if it never does."""
     import numpy as np
