@@ -500,6 +500,24 @@ class TestAttest:
         with pytest.raises(SeamError, match="method: lost"):
             patch_set.attest()
 
+    @pytest.mark.parametrize("seam", ["method", "static", "make"])
+    def test_finds_a_replaced_function_that_is_relied_on_but_not_wrapped(self, package: Package, seam: str):
+        patch_set = package.patch_set("function", relies_on=(seam,))
+        patch_set.apply()
+        patch_set.attest()
+        target = patch_set.targets[seam]
+        setattr(package.load("origin").Base, target.qualname.split(".")[1], lambda self, x: "foreign")
+        with pytest.raises(SeamError, match=f"{seam}: replaced"):
+            patch_set.attest()
+
+    def test_allows_a_wrapper_around_a_function_that_is_relied_on(self, package: Package):
+        patch_set = package.patch_set("function", relies_on=("method",))
+        patch_set.apply()
+        base = package.load("origin").Base
+        stock = base.method
+        base.method = functools.wraps(stock)(lambda self, x: stock(self, x))
+        patch_set.attest()
+
     def test_finds_a_module_that_was_never_reached(self, package: Package):
         """It came into the process without the import system."""
         patch_set = package.patch_set()
