@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from cp_shared_kv.config import ConfigError
+
 CHECK_EVERY_ENV = "CP_SHARED_KV_CHECK_EVERY"
 DEFAULT_CHECK_EVERY = 1
 
@@ -30,13 +32,13 @@ def check_every(environ: Any = None) -> int:
     """Forwards between two comparisons; 0 compares never.
 
     Raises:
-        ValueError: ``CP_SHARED_KV_CHECK_EVERY`` is not a whole number of at least 0.
+        ConfigError: ``CP_SHARED_KV_CHECK_EVERY`` is not a whole number of at least 0.
     """
     text = (os.environ if environ is None else environ).get(CHECK_EVERY_ENV, "").strip()
     if not text:
         return DEFAULT_CHECK_EVERY
-    if not text.isdigit():
-        raise ValueError(
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(
             f"{CHECK_EVERY_ENV}={text!r} must be a whole number of forwards, 0 for no comparison "
             f"(default {DEFAULT_CHECK_EVERY})"
         )

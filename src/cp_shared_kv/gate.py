@@ -134,6 +134,10 @@ def _attention_backend_problem(facts: Facts) -> str | None:
     return ", ".join(f"{name}={value!r}" for name, value in other.items()) or None
 
 
+def _is_decode(facts: Facts) -> bool:
+    return facts.arg("disaggregation_mode") == "decode"
+
+
 def _fp8_layout_problem(facts: Facts) -> str | None:
     fp8 = facts.arg("kv_cache_dtype") == "fp8_e4m3"
     trtllm = facts.arg(facts.names.decode_backend) == "trtllm"
@@ -212,7 +216,11 @@ RULES: tuple[Rule, ...] = (
             f.arg("disaggregation_mode") == "prefill", f"disaggregation_mode={f.arg('disaggregation_mode')!r}"
         ),
         "a prefill server of a disaggregated deployment",
-        "add --disaggregation-mode prefill; decode servers stay stock",
+        lambda f: (
+            f"decode servers stay stock: unset CP_SHARED_KV and its flag here, keep {ALL_CP_RANKS_ENV}=1"
+            if _is_decode(f)
+            else "add --disaggregation-mode prefill"
+        ),
     ),
     Rule(
         "transfer_backend",
@@ -232,7 +240,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "all_cp_ranks_transfer",
         lambda f: _unless(
-            sglang_true(f.environ.get(ALL_CP_RANKS_ENV)), f"{ALL_CP_RANKS_ENV}={f.environ.get(ALL_CP_RANKS_ENV)!r}"
+            sglang_true(f.environ.get(ALL_CP_RANKS_ENV)),
+            f"{ALL_CP_RANKS_ENV}={f.environ[ALL_CP_RANKS_ENV]!r}"
+            if ALL_CP_RANKS_ENV in f.environ
+            else f"{ALL_CP_RANKS_ENV} unset",
         ),
         "every CP rank sending to decode",
         f"export {ALL_CP_RANKS_ENV}=1 on the prefill and on the decode side",
@@ -338,9 +349,14 @@ class Gate:
     rules: Sequence[Rule] = field(default_factory=lambda: RULES)
 
     def refusals(self, facts: Facts) -> list[Refusal]:
-        """Every unmet requirement; empty where shared KV may be used."""
+        """Every unmet requirement; empty where shared KV may be used.
+
+        On a decode server only that it is one: what a prefill server needs would be wrong advice there.
+        """
         found = []
         for rule in self.rules:
+            if _is_decode(facts) and rule.name != "disaggregation_mode":
+                continue
             problem = rule.check(facts)
             if problem is not None:
                 found.append(Refusal(rule.name, problem, _text(rule.needs, facts), _text(rule.remedy, facts)))

@@ -33,9 +33,8 @@ _scheduler_patches: PatchSet | None = None
 
 
 def _stop(reason: object) -> NoReturn:
-    message = f"CP shared KV: {reason}"
-    logger.error(message)
-    raise SystemExit(message)
+    text = str(reason)
+    raise SystemExit(text if text.startswith("CP shared KV") else f"CP shared KV: {text}")
 
 
 def load() -> None:
@@ -89,14 +88,16 @@ def decide(server_args: Any) -> Decision | None:
     setattr(server_args, DECISION_ATTRIBUTE, None)
     try:
         request = config.requested(os.environ, flag=bool(getattr(server_args, FLAG_ATTRIBUTE, False)))
+        if request.state is not State.OFF:
+            check_every()
     except config.ConfigError as error:
         _stop(error)
     if request.state is State.OFF:
+        _warn_of_stock_fault(server_args)
         return None
     problems: list[str] = []
     decision = None
     try:
-        check_every()
         source = SourceTree.installed()
         release = release_for(source.version)
         gate_with_extensions().require(gather_facts(server_args, release.arguments))
@@ -110,8 +111,9 @@ def decide(server_args: Any) -> Decision | None:
         problems.append(f"{type(error).__name__}: {error}")
     if problems or decision is None:
         if request.state is State.ON:
-            _stop(f"asked for by {request.source}, but " + "\n".join(problems))
+            _stop("\n".join(problems) + f"\n(asked for by {request.source})")
         logger.warning("CP shared KV stays off, this server is stock: %s", "\n".join(problems))
+        _warn_of_stock_fault(server_args)
         return None
     config.publish(decision)
     setattr(server_args, DECISION_ATTRIBUTE, _TravellingDecision.of(decision))
@@ -123,6 +125,23 @@ def decide(server_args: Any) -> Decision | None:
         config.ALL_CP_RANKS_ENV,
     )
     return decision
+
+
+def _warn_of_stock_fault(server_args: Any) -> None:
+    """Warn where a server that stays stock would lose pages, as after a roll-back that left the variable set."""
+    if (getattr(server_args, "attn_cp_size", 1) or 1) < 2 or server_args.disaggregation_mode != "prefill":
+        return
+    try:
+        release = release_for(SourceTree.installed().version)
+    except SeamError:
+        return
+    if release.stock_loses_pages and config.sglang_true(os.environ.get(config.ALL_CP_RANKS_ENV)):
+        logger.warning(
+            "%s=1 on a stock prefill server: SGLang %s then loses pages whose ids do not ascend, and decode reads "
+            "garbage. Unset it here and on the decode servers, or turn CP shared KV on",
+            config.ALL_CP_RANKS_ENV,
+            release.versions[-1],
+        )
 
 
 class _TravellingDecision(str):

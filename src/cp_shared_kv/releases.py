@@ -38,11 +38,19 @@ class ArgumentNames:
 
 @dataclass(frozen=True)
 class Release:
-    """One row: the releases it covers, their argument names, and their seams (id -> place and look)."""
+    """One row.
+
+    Attributes:
+        versions: the releases it covers.
+        arguments: their argument names.
+        targets: their seams, id -> place and look.
+        stock_loses_pages: whether stock loses pages when all CP ranks send, where page ids are not ascending.
+    """
 
     versions: tuple[str, ...]
     arguments: ArgumentNames
     targets: Mapping[str, Target]
+    stock_loses_pages: bool = False
 
 
 _NSA_ARGUMENTS = ArgumentNames(
@@ -316,7 +324,9 @@ _TARGETS_0_5_12_POST1: dict[str, Target] = {
     ),
 }
 
-RELEASES: tuple[Release, ...] = (Release(("0.5.12.post1",), _NSA_ARGUMENTS, _TARGETS_0_5_12_POST1),)
+RELEASES: tuple[Release, ...] = (
+    Release(("0.5.12.post1",), _NSA_ARGUMENTS, _TARGETS_0_5_12_POST1, stock_loses_pages=True),
+)
 
 
 def supported_versions() -> tuple[str, ...]:

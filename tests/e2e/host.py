@@ -7,6 +7,7 @@ so its choice of start method is overridden in the engines; the plugins run afre
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -50,6 +51,12 @@ def free_ports(count: int) -> list[int]:
     return found
 
 
+def die_with_parent() -> None:
+    """Have the system kill this process when the one that started it dies, however it dies."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
 def _prepare_fork() -> None:
     """In an engine's process: fork where SGLang would spawn, and let it load the plugins again."""
     import sglang.srt.plugins as plugins
@@ -79,6 +86,7 @@ def _engine(
     spec: Spec, role: str, model: str, ports: list[int], log: str, control: str, jobs: Any, results: Any
 ) -> None:
     """Body of an engine's process: start it, answer jobs, stop."""
+    die_with_parent()
     os.setpgrp()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -273,6 +281,7 @@ class Run:
 
 
 def main() -> None:
+    die_with_parent()
     channel = Connection(int(sys.argv[1]))
     try:
         import sglang

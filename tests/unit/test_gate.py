@@ -109,7 +109,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "set --disaggregation-transfer-backend mooncake",
     ),
     ("mooncake", {"fact": {"has_mooncake": False}}, "no importable mooncake", "pip install mooncake-transfer-engine"),
-    ("all_cp_ranks_transfer", {"environ": {}}, f"{ALL_RANKS}=None", f"export {ALL_RANKS}=1"),
+    ("all_cp_ranks_transfer", {"environ": {}}, f"{ALL_RANKS} unset", f"export {ALL_RANKS}=1"),
     ("all_cp_ranks_transfer", {"environ": {ALL_RANKS: "0"}}, f"{ALL_RANKS}='0'", f"export {ALL_RANKS}=1"),
     ("chunked_prefill_size", {"chunked_prefill_size": 100}, "chunked_prefill_size=100", "a multiple of 64, or -1"),
     ("prefill_backend", {"nsa_prefill_backend": "fa3"}, "nsa_prefill_backend='fa3'", "add --nsa-prefill-backend"),

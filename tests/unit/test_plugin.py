@@ -203,7 +203,7 @@ class TestLoadStops:
 class TestDecide:
     @staticmethod
     def arguments(flag: bool = False) -> Any:
-        return SimpleNamespace(**{FLAG_ATTRIBUTE: flag}, attn_cp_size=2, page_size=64)
+        return SimpleNamespace(**{FLAG_ATTRIBUTE: flag}, attn_cp_size=2, page_size=64, disaggregation_mode="prefill")
 
     @pytest.fixture
     def gate(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
@@ -278,7 +278,8 @@ class TestDecide:
         gate.refusal = refusal
         with pytest.raises(SystemExit) as stopped:
             plugin.decide(self.arguments(flag=True))
-        assert f"asked for by {config.FLAG}, but {refusal}" in str(stopped.value)
+        assert str(stopped.value).startswith(("CP shared KV: ", "CP shared KV cannot be used"))
+        assert f"{refusal}\n(asked for by {config.FLAG})" in str(stopped.value)
         assert config.published() is None
 
     @pytest.mark.parametrize("refusal", [plugin.GateError([]), SeamError(["a seam is gone"])], ids=["gate", "seam"])
@@ -299,18 +300,42 @@ class TestDecide:
         assert config.published() is None
 
     @pytest.mark.parametrize("auto", [False, True], ids=["on", "auto"])
-    def test_a_check_interval_that_is_not_understood_stops_where_it_was_asked_for(
-        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gate: SimpleNamespace, auto: bool
+    def test_a_check_interval_that_is_not_understood_stops(
+        self, monkeypatch: pytest.MonkeyPatch, gate: SimpleNamespace, auto: bool
     ):
-        monkeypatch.setenv(CHECK_EVERY_ENV, "often")
+        """Auto forgives unmet requirements, not settings of our own that cannot be read."""
+        monkeypatch.setenv("CP_SHARED_KV_CHECK_EVERY", "often")
         if auto:
             monkeypatch.setenv("SGLANG_PLUGINS", "cp_shared_kv")
-            assert plugin.decide(self.arguments()) is None
-            assert "CP_SHARED_KV_CHECK_EVERY='often' must be a whole number" in caplog.text
-        else:
-            with pytest.raises(SystemExit, match="CP_SHARED_KV_CHECK_EVERY='often' must be a whole number"):
-                plugin.decide(self.arguments(flag=True))
+        with pytest.raises(SystemExit, match="CP_SHARED_KV_CHECK_EVERY='often' must be a whole number"):
+            plugin.decide(self.arguments(flag=not auto))
         assert config.published() is None
+
+    @pytest.mark.parametrize(
+        ("variables", "changes", "warned"),
+        [
+            ({"CP_SHARED_KV": "0", config.ALL_CP_RANKS_ENV: "1"}, {}, True),
+            ({"CP_SHARED_KV": "0", config.ALL_CP_RANKS_ENV: "0"}, {}, False),
+            ({"CP_SHARED_KV": "0", config.ALL_CP_RANKS_ENV: "1"}, {"attn_cp_size": 1}, False),
+            ({"CP_SHARED_KV": "0", config.ALL_CP_RANKS_ENV: "1"}, {"disaggregation_mode": "decode"}, False),
+        ],
+        ids=["rolled back by half", "rolled back", "no CP", "decode"],
+    )
+    def test_a_stock_server_that_would_lose_pages_is_warned_of(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        gate: SimpleNamespace,
+        variables: dict[str, str],
+        changes: dict[str, Any],
+        warned: bool,
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        server_args = self.arguments()
+        vars(server_args).update(changes)
+        assert plugin.decide(server_args) is None
+        assert ("then loses pages whose ids do not ascend" in caplog.text) == warned
 
     @pytest.mark.parametrize("flag", [False, True])
     def test_patches_of_an_earlier_server_in_this_process_are_undone_first(
