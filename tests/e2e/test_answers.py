@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from .harness import run
-from .prompts import ODD_STEPS, STEPS
+from .prompts import CONCURRENT_STEPS, ODD_STEPS, STEPS
 from .spec import Report, Spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ALL = STEPS + ODD_STEPS
+ALL = STEPS + ODD_STEPS + CONCURRENT_STEPS
+#: Steps after which two runs must have drawn the same pages.
+IN_STEP = {step.name for step in STEPS + ODD_STEPS}
 LOGICAL = 6144
 
 SHARED = [
@@ -35,8 +37,9 @@ def assert_same_answers(report: Report, reference: Report) -> None:
             assert answer.error is None, f"{name}: {answer.error}"
             assert answer.ids == expected.ids, name
             assert answer.logprobs == expected.logprobs, name
-        cached = [answer.cached for answer in report.prefill_answers[name]]
-        assert cached == [answer.cached for answer in reference.prefill_answers[name]], name
+        if name in IN_STEP:
+            cached = [answer.cached for answer in report.prefill_answers[name]]
+            assert cached == [answer.cached for answer in reference.prefill_answers[name]], name
 
 
 @pytest.mark.parametrize("spec", SHARED)
@@ -60,10 +63,14 @@ def test_logprobs_equal_stock_without_cp(cp_size: int) -> None:
 
 @pytest.mark.parametrize("spec", SHARED)
 def test_each_rank_holds_exactly_its_pages_of_the_unsharded_pool(spec: Spec) -> None:
-    """Every page of every layer, after every step; pages that are not owned do not exist, page 0 stays untouched."""
+    """Every page of every layer, after every step; pages that are not owned do not exist, page 0 stays untouched.
+
+    Up to the first step with several requests at once: from there on page numbers depend on timing.
+    """
     report, reference = run(spec), run(stock_like(spec))
     compared = 0
-    for name, ranks in report.dumps.items():
+    for name in IN_STEP:
+        ranks = report.dumps[name]
         oracle = reference.dumps[name][0]
         for kind in ("kv", "index"):
             for layer, pages in enumerate(oracle[kind]):
@@ -73,7 +80,7 @@ def test_each_rank_holds_exactly_its_pages_of_the_unsharded_pool(spec: Spec) -> 
                     assert np.array_equal(held[1:], pages[1 + rank :: spec.cp_size]), (name, kind, layer, rank)
                     assert not held[0].any(), (name, kind, layer, rank)
                     compared += len(held) - 1
-    assert compared == len(report.dumps) * 2 * 2 * LOGICAL // 64
+    assert compared == len(IN_STEP) * 2 * 2 * LOGICAL // 64
 
 
 @pytest.mark.parametrize("spec", SHARED)
@@ -109,7 +116,7 @@ def test_ranks_together_send_each_page_once(spec: Spec) -> None:
 
 
 def test_overlap_scheduling_changes_nothing() -> None:
-    spec = Spec(STEPS, 2, True, LOGICAL // 2, overlap=True, dump=True)
+    spec = Spec(STEPS + CONCURRENT_STEPS, 2, True, LOGICAL // 2, overlap=True)
     report, reference = run(spec), run(Spec(ALL, 2, False, LOGICAL, dump=True))
     assert report.failure is None, f"{report.failure}\n{report.log[-3000:]}"
     for name, answers in report.answers.items():
@@ -117,7 +124,7 @@ def test_overlap_scheduling_changes_nothing() -> None:
 
 
 def test_without_chunking_answers_equal_stock() -> None:
-    report = run(Spec(STEPS, 2, True, LOGICAL // 2, chunk=-1, decode_plugin=True))
+    report = run(Spec(STEPS + CONCURRENT_STEPS[:2], 2, True, LOGICAL // 2, chunk=-1, decode_plugin=True))
     reference = run(Spec(ALL, 2, False, LOGICAL, dump=True))
     assert report.failure is None, f"{report.failure}\n{report.log[-3000:]}"
     for name, answers in report.answers.items():
