@@ -37,6 +37,12 @@ def _stop(reason: object) -> NoReturn:
     raise SystemExit(text if text.startswith("CP shared KV") else f"CP shared KV: {text}")
 
 
+def _describe(error: Exception) -> str:
+    """An error of ours as it is; any other with its type, which its text alone would not tell."""
+    ours = isinstance(error, (GateError, SeamError, config.ConfigError))
+    return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
 def load() -> None:
     """Load the plugin into this process; idempotent. Called by the entry point (``entry.load``).
 
@@ -55,7 +61,7 @@ def load() -> None:
         _patch_arguments()
     except Exception as error:
         if asked is State.ON:
-            _stop(error if isinstance(error, SeamError) else f"{type(error).__name__}: {error}")
+            _stop(_describe(error))
         # Merely installed, the plugin must not be heard; its flag is unknown to SGLang then.
         level = logging.WARNING if asked is State.AUTO else logging.DEBUG
         logger.log(level, "CP shared KV stays off: %s", error)
@@ -95,8 +101,6 @@ def decide(server_args: Any) -> Decision | None:
     if request.state is State.OFF:
         _warn_of_stock_fault(server_args)
         return None
-    problems: list[str] = []
-    decision = None
     try:
         source = SourceTree.installed()
         release = release_for(source.version)
@@ -105,14 +109,10 @@ def decide(server_args: Any) -> Decision | None:
         decision = Decision(
             __version__, source.version, server_args.attn_cp_size, server_args.page_size, request.source
         )
-    except (GateError, SeamError, ValueError) as error:
-        problems.append(str(error))
-    except Exception as error:  # an extension's rule, an unreadable model configuration
-        problems.append(f"{type(error).__name__}: {error}")
-    if problems or decision is None:
+    except Exception as error:  # also an extension's rule, or an unreadable model configuration
         if request.state is State.ON:
-            _stop("\n".join(problems) + f"\n(asked for by {request.source})")
-        logger.warning("CP shared KV stays off, this server is stock: %s", "\n".join(problems))
+            _stop(f"{_describe(error)}\n(asked for by {request.source})")
+        logger.warning("CP shared KV stays off, this server is stock: %s", _describe(error))
         _warn_of_stock_fault(server_args)
         return None
     config.publish(decision)
@@ -195,7 +195,7 @@ def activate(decision: Decision) -> None:
         patches.apply()
         _scheduler_patches = patches
     except Exception as error:  # anything but SystemExit would only be logged by SGLang
-        _stop(error if isinstance(error, SeamError) else f"{type(error).__name__}: {error}")
+        _stop(_describe(error))
 
 
 def deactivate() -> None:
