@@ -3,7 +3,8 @@
 #
 #   MODEL=/models/DeepSeek-V3.2 HOST=10.0.0.2 examples/launch_decode_8xh200.sh [further flags of SGLang]
 #
-# This node neither needs nor loads the plugin. One environment variable is all that differs from any other decode node.
+# One environment variable is all that this node needs. With the plugin installed here too, pages of a request that its
+# client aborts are given away only when prefill has stopped writing to them.
 set -euo pipefail
 
 MODEL=${MODEL:-deepseek-ai/DeepSeek-V3.2}
@@ -12,6 +13,8 @@ PORT=${PORT:-30000}
 
 # Take pages from all 8 prefill ranks. Without it decode asks rank 0 only, and requests time out while bootstrapping.
 export SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1
+# Turns the plugin on where it is installed; without it, SGLang does not look at the name.
+export SGLANG_PLUGINS=cp_shared_kv
 
 flags=(
     --model-path "$MODEL"

@@ -110,6 +110,7 @@ class Decision:
         cp_size: ranks of the attention-CP group.
         page_size: tokens per page.
         source: what asked for it.
+        role: side of the disaggregated deployment, ``prefill`` or ``decode``.
     """
 
     version: str
@@ -117,6 +118,7 @@ class Decision:
     cp_size: int
     page_size: int
     source: str
+    role: str = "prefill"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

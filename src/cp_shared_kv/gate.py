@@ -18,6 +18,7 @@ from cp_shared_kv.releases import ArgumentNames
 
 PAGE_SIZE = 64
 STAGING_ENV = "SGLANG_DISAGG_STAGING_BUFFER"
+BOTH = ("prefill", "decode")
 PREFILL_BACKENDS = ("flashmla_sparse", "tilelang")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "bf16", "fp8_e4m3")
 
@@ -66,12 +67,14 @@ class Rule:
         check: returns the value found where the requirement is unmet, else None.
         needs: what is accepted.
         remedy: what to change.
+        roles: servers that it is asked of, of ``prefill`` and ``decode``.
     """
 
     name: str
     check: Callable[[Facts], str | None]
     needs: str | Callable[[Facts], str]
     remedy: str | Callable[[Facts], str]
+    roles: tuple[str, ...] = ("prefill",)
 
 
 @dataclass(frozen=True)
@@ -106,14 +109,14 @@ def _unless(condition: bool, found: Any) -> str | None:
     return None if condition else str(found)
 
 
-def _off(name: str, argument: str, flag: str, why: str) -> Rule:
+def _off(name: str, argument: str, flag: str, why: str, roles: tuple[str, ...] = ("prefill",)) -> Rule:
     """Rule that refuses a feature switched on by a truthy argument."""
 
     def check(facts: Facts) -> str | None:
         value = facts.arg(argument)
         return None if not value else f"{argument}={value!r}"
 
-    return Rule(name, check, f"no {name} ({why})", f"remove {flag}")
+    return Rule(name, check, f"no {name} ({why})", f"remove {flag}", roles)
 
 
 def _chunk_problem(facts: Facts) -> str | None:
@@ -134,8 +137,9 @@ def _attention_backend_problem(facts: Facts) -> str | None:
     return ", ".join(f"{name}={value!r}" for name, value in other.items()) or None
 
 
-def _is_decode(facts: Facts) -> bool:
-    return facts.arg("disaggregation_mode") == "decode"
+def role_of(server_args: Any) -> str:
+    """Side of the deployment that a server is meant for: ``decode`` where it says so, else ``prefill``."""
+    return "decode" if getattr(server_args, "disaggregation_mode", None) == "decode" else "prefill"
 
 
 def _fp8_layout_problem(facts: Facts) -> str | None:
@@ -150,6 +154,7 @@ RULES: tuple[Rule, ...] = (
         lambda f: _unless(f.is_nsa and f.is_mla, f"{f.architecture} (NSA: {f.is_nsa}, MLA: {f.is_mla})"),
         "a model with NSA/DSA sparse attention and MLA, such as DeepSeek-V3.2 or GLM-5",
         "serve such a model, or turn CP shared KV off",
+        BOTH,
     ),
     Rule(
         "index_kpool",
@@ -213,14 +218,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "disaggregation_mode",
         lambda f: _unless(
-            f.arg("disaggregation_mode") == "prefill", f"disaggregation_mode={f.arg('disaggregation_mode')!r}"
+            f.arg("disaggregation_mode") in BOTH, f"disaggregation_mode={f.arg('disaggregation_mode')!r}"
         ),
-        "a prefill server of a disaggregated deployment",
-        lambda f: (
-            f"decode servers stay stock: unset CP_SHARED_KV and its flag here, keep {ALL_CP_RANKS_ENV}=1"
-            if _is_decode(f)
-            else "add --disaggregation-mode prefill"
-        ),
+        "a server of a disaggregated deployment",
+        "add --disaggregation-mode prefill (or decode, on the decode side)",
+        BOTH,
     ),
     Rule(
         "transfer_backend",
@@ -230,12 +232,14 @@ RULES: tuple[Rule, ...] = (
         ),
         lambda f: f"transfer backend {' or '.join(f.transfer_backends)}",
         "set --disaggregation-transfer-backend mooncake on both sides",
+        BOTH,
     ),
     Rule(
         "mooncake",
         lambda f: _unless(f.has_mooncake, "no importable mooncake package"),
         "the Mooncake transfer engine",
         "pip install mooncake-transfer-engine (or the build for your CUDA version)",
+        BOTH,
     ),
     Rule(
         "all_cp_ranks_transfer",
@@ -247,6 +251,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "every CP rank sending to decode",
         f"export {ALL_CP_RANKS_ENV}=1 on the prefill and on the decode side",
+        BOTH,
     ),
     Rule(
         "chunked_prefill_size",
@@ -266,6 +271,7 @@ RULES: tuple[Rule, ...] = (
         _fp8_layout_problem,
         "one KV layout for prefill and decode (trtllm lays fp8 KV out in another way)",
         "choose another decode backend, or bfloat16 KV",
+        BOTH,
     ),
     Rule(
         "kv_cache_dtype",
@@ -310,7 +316,7 @@ RULES: tuple[Rule, ...] = (
     _off("speculative decoding", "speculative_algorithm", "--speculative-algorithm", "the draft pool is not sharded"),
     _off("HiCache", "enable_hierarchical_cache", "--enable-hierarchical-cache", "it copies pages by logical slot"),
     _off("HiCache storage", "hicache_storage_backend", "--hicache-storage-backend", "it copies pages by logical slot"),
-    _off("HiSparse", "enable_hisparse", "--enable-hisparse", "it has a pool of its own"),
+    _off("HiSparse", "enable_hisparse", "--enable-hisparse", "it has a pool of its own", BOTH),
     _off("LMCache", "enable_lmcache", "--enable-lmcache", "it copies pages by logical slot"),
     _off("mixed chunk", "enable_mixed_chunk", "--enable-mixed-chunk", "decode rows would share the plan"),
     _off("two-batch overlap", "enable_two_batch_overlap", "--enable-two-batch-overlap", "two plans at a time"),
@@ -338,6 +344,7 @@ RULES: tuple[Rule, ...] = (
         lambda f: f"{STAGING_ENV} is set" if sglang_true(f.environ.get(STAGING_ENV)) else None,
         "no staging buffer (it sends from contiguous positions)",
         f"unset {STAGING_ENV}",
+        BOTH,
     ),
 )
 
@@ -349,13 +356,10 @@ class Gate:
     rules: Sequence[Rule] = field(default_factory=lambda: RULES)
 
     def refusals(self, facts: Facts) -> list[Refusal]:
-        """Every unmet requirement; empty where shared KV may be used.
-
-        On a decode server only that it is one: what a prefill server needs would be wrong advice there.
-        """
+        """Every unmet requirement on a server of this role; empty where shared KV may be used."""
         found = []
         for rule in self.rules:
-            if _is_decode(facts) and rule.name != "disaggregation_mode":
+            if role_of(facts.arguments) not in rule.roles:
                 continue
             problem = rule.check(facts)
             if problem is not None:

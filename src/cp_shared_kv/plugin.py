@@ -19,7 +19,7 @@ from cp_shared_kv import config
 from cp_shared_kv._version import __version__
 from cp_shared_kv.config import Decision, State
 from cp_shared_kv.divergence import check_every
-from cp_shared_kv.gate import GateError, gate_with_extensions, gather_facts
+from cp_shared_kv.gate import GateError, gate_with_extensions, gather_facts, role_of
 from cp_shared_kv.metrics import configure_logging
 from cp_shared_kv.patches import PatchSet, SourceTree, arguments
 from cp_shared_kv.patches.arguments import DECISION_ATTRIBUTE, FLAG_ATTRIBUTE
@@ -105,9 +105,10 @@ def decide(server_args: Any) -> Decision | None:
         source = SourceTree.installed()
         release = release_for(source.version)
         gate_with_extensions().require(gather_facts(server_args, release.arguments))
-        PatchSet.for_release(source=source)
+        role = role_of(server_args)
+        PatchSet.for_release(source=source, role=role)
         decision = Decision(
-            __version__, source.version, server_args.attn_cp_size, server_args.page_size, request.source
+            __version__, source.version, server_args.attn_cp_size, server_args.page_size, request.source, role
         )
     except Exception as error:  # also an extension's rule, or an unreadable model configuration
         if request.state is State.ON:
@@ -117,13 +118,20 @@ def decide(server_args: Any) -> Decision | None:
         return None
     config.publish(decision)
     setattr(server_args, DECISION_ATTRIBUTE, _TravellingDecision.of(decision))
-    logger.info(
-        "CP shared KV: on for this server (%s), SGLang %s, cp_size=%d; every decode server needs %s=1 too",
-        request.source,
-        decision.release,
-        decision.cp_size,
-        config.ALL_CP_RANKS_ENV,
-    )
+    if role == "decode":
+        logger.info(
+            "CP shared KV: on for this decode server (%s), SGLang %s; pages are kept until prefill has stopped writing",
+            request.source,
+            decision.release,
+        )
+    else:
+        logger.info(
+            "CP shared KV: on for this server (%s), SGLang %s, cp_size=%d; every decode server needs %s=1 too",
+            request.source,
+            decision.release,
+            decision.cp_size,
+            config.ALL_CP_RANKS_ENV,
+        )
     return decision
 
 
@@ -191,7 +199,7 @@ def activate(decision: Decision) -> None:
                 f"the launching process decided with plugin {decision.version} on SGLang {decision.release}, this one "
                 f"has plugin {found[0]} on SGLang {found[1]}; install the same on every node"
             )
-        patches = PatchSet.for_release(source=source)
+        patches = PatchSet.for_release(source=source, role=decision.role)
         patches.apply()
         _scheduler_patches = patches
     except Exception as error:  # anything but SystemExit would only be logged by SGLang
@@ -219,11 +227,11 @@ def attest_scheduler(server_args: Any) -> None:
             "the decision on the server arguments and the one in the environment differ: "
             f"{carried!r} and {decision!r}; a scheduler process must be started by the server that decided"
         )
-    if (decision.cp_size, decision.page_size) != (server_args.attn_cp_size, server_args.page_size):
-        _stop(
-            f"decided for cp_size={decision.cp_size}, page_size={decision.page_size}, but this scheduler has "
-            f"attn_cp_size={server_args.attn_cp_size}, page_size={server_args.page_size}"
-        )
+    decided = (decision.role, decision.cp_size, decision.page_size)
+    found = (role_of(server_args), server_args.attn_cp_size, server_args.page_size)
+    if decided != found:
+        names = "role={}, cp_size={}, page_size={}"
+        _stop(f"decided for {names.format(*decided)}, but this scheduler has {names.format(*found)}")
     try:
         assert _scheduler_patches is not None
         _scheduler_patches.attest()

@@ -25,7 +25,7 @@ from cp_shared_kv.collectives import GatherIndices, PageGather, page_rows
 from cp_shared_kv.divergence import DivergenceGuard
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
-from cp_shared_kv.plan import ForwardPlan
+from cp_shared_kv.plan import ForwardPlan, build_plan
 
 
 class SharedPoolError(RuntimeError):
@@ -117,6 +117,13 @@ class ActivePlan:
         self.write_slots = torch.cat(parts).to(torch.int64) if parts else token_slots.new_empty(0, dtype=torch.int64)
 
 
+def _first_difference(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+    """Of each row: whether it differs, and the first words that do; int64 ``(rows, 3)``."""
+    differs = read != written
+    where = differs.to(torch.uint8).argmax(1, keepdim=True)
+    return torch.cat([differs.any(1, keepdim=True), read.gather(1, where), written.gather(1, where)], 1).to(torch.int64)
+
+
 class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
     """NSA/MLA KV pool that holds the pages one attention-CP rank owns.
 
@@ -190,6 +197,81 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
     def workspace_bytes(self) -> int:
         """Bytes of both workspaces."""
         return self._kv.workspace.nbytes + self._index.workspace.nbytes
+
+    # Start-up.
+
+    def self_check(self) -> None:
+        """Keep one known page of every rank and gather all of them back, in both stores; a collective call.
+
+        Every rank writes all pages into its workspace, as it would a chunk, keeps its own, and reads all of them as a
+        prefix, in the first and the last layer. Pools, workspace and counters are then what they were. Waits for the
+        device once. A pool without a page is left for the allocator to refuse.
+
+        Raises:
+            RuntimeError: a page came back with other bytes; names rank, store, layer and page.
+        """
+        if self.physical_size < self.page_size:
+            return
+        pages = np.arange(1, self.layout.cp_size + 1)  # physical page 1 of each rank
+        layers = sorted({self.start_layer, self.start_layer + self.layer_num - 1})
+        checks = [(store, layer_id) for store in (self._kv, self._index) for layer_id in layers]
+        held = [store.layer_rows[layer_id - self.start_layer][1].clone() for store, layer_id in checks]
+        counted = COUNTERS.snapshot()
+        try:
+            places = self._begin_known_pages(pages, read=False)
+            for store, layer_id in checks:
+                self._load(store, layer_id)
+                store.workspace_rows.index_copy_(0, places, self._known_pages(store, layer_id, pages))
+                self._keep(store, layer_id)
+                store.workspace_rows.index_fill_(0, places, 0)  # what is read must come from the gather
+            places = self._begin_known_pages(pages, read=True)
+            seen = []
+            for store, layer_id in checks:
+                self._load(store, layer_id)
+                rows = store.workspace_rows.index_select(0, places)
+                seen.append(_first_difference(rows, self._known_pages(store, layer_id, pages)))
+            found = torch.stack(seen).tolist()
+        finally:
+            self.end_forward()
+            for (store, layer_id), row in zip(checks, held, strict=True):
+                store.layer_rows[layer_id - self.start_layer][1].copy_(row)
+                store.workspace_rows[: len(pages)].zero_()
+            now = COUNTERS.snapshot()
+            COUNTERS.add(**{name: before - now[name] for name, before in counted.items()})
+        owners = self.layout.owner_for_logical_pages_np(pages).tolist()
+        problems = [
+            f"{store.name} of layer {layer_id}, page {page} of rank {owner}: "
+            f"read {read % 2**64:#x}, written was {written:#x}"
+            for (store, layer_id), rows in zip(checks, found, strict=True)
+            for page, owner, (differs, read, written) in zip(pages.tolist(), owners, rows, strict=True)
+            if differs
+        ]
+        if problems:
+            raise RuntimeError(
+                f"CP shared KV self-check failed on attention-CP rank {self.layout.cp_rank}: the process group is "
+                "broken, its ranks are out of order, or a rank does not keep its pages of the pool:\n"
+                + "\n".join(f"  - {problem}" for problem in problems)
+            )
+
+    def _begin_known_pages(self, pages: np.ndarray, read: bool) -> torch.Tensor:
+        """Begin a forward that reads or writes one whole page of each rank; their places in the workspace, int64."""
+        tokens = len(pages) * self.page_size
+        plan = build_plan(self.layout, pages[None], [tokens * read], [tokens], self.workspace_page_count)
+        if plan.gathered_pages != len(pages) * read:  # a collective call of another size than the other ranks' hangs
+            raise RuntimeError(
+                f"CP shared KV self-check failed on attention-CP rank {self.layout.cp_rank}: pages {pages.tolist()} of "
+                f"the pool have the owners {self.layout.owner_for_logical_pages_np(pages).tolist()}"
+            )
+        return self.begin_forward(plan).page_table[0, : len(pages)].long()
+
+    def _known_pages(self, store: _Store, layer_id: int, pages: np.ndarray) -> torch.Tensor:
+        """Rows that tell store, page, layer and place: ``(pages, n)``, as the store's rows are."""
+        width, itemsize = store.workspace_rows.shape[1], store.workspace_rows.element_size()
+        first = int(pages[0])
+        page = torch.arange(first, first + len(pages), device=self.device).unsqueeze(1)
+        words = torch.arange(-(-width * itemsize // 8), device=self.device) + (page << 40)
+        words += (layer_id << 24) + ((2 if store is self._index else 1) << 56)
+        return words.view(store.workspace_rows.dtype)[:, :width]
 
     # One forward.
 

@@ -322,6 +322,102 @@ _TARGETS_0_5_12_POST1: dict[str, Target] = {
         ("self", "req", "last_chunk", "end_idx"),
         "6c62cc68ff8b82c5",
     ),
+    "transfer.poll": Target(
+        "sglang.srt.disaggregation.utils",
+        "poll_and_all_reduce_attn_cp_tp_group",
+        ("pollers", "attn_cp_cpu_group", "attn_tp_cpu_group"),
+        "7dcc177789e2e145",
+    ),
+    "transfer.sender_clear": Target(
+        "sglang.srt.disaggregation.common.conn",
+        "CommonKVSender.clear",
+        ("self",),
+        "dddc475f7147ec7c",
+    ),
+    "transfer.sender_abort": Target(
+        "sglang.srt.disaggregation.common.conn",
+        "CommonKVSender.abort",
+        ("self",),
+        "598ab28ba3a7d466",
+    ),
+    "transfer.update_status": Target(
+        "sglang.srt.disaggregation.common.conn",
+        "CommonKVManager.update_status",
+        ("self", "bootstrap_room", "status"),
+        "6273367650ff9cf4",
+    ),
+    "transfer.queue_put": Target(
+        "sglang.srt.disaggregation.common.utils",
+        "FastQueue.put",
+        ("self", "item"),
+        "0994c8de01b96825",
+    ),
+    "transfer.queue_get": Target(
+        "sglang.srt.disaggregation.common.utils",
+        "FastQueue.get",
+        ("self",),
+        "3ff8459e5a449c66",
+    ),
+    "transfer.start_prefill_thread": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.start_prefill_thread",
+        ("self",),
+        "2002c8063932902a",
+    ),
+    "prefill.process_inflight_queue": Target(
+        "sglang.srt.disaggregation.prefill",
+        "SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
+        ("self", "rids_to_check"),
+        "ddb2a679bbf49ba7",
+    ),
+    "scheduler.abort_request": Target(
+        "sglang.srt.managers.scheduler",
+        "Scheduler.abort_request",
+        ("self", "recv_req"),
+        "9cdee8695e533198",
+    ),
+    "decode.receiver_poll": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVReceiver.poll",
+        ("self",),
+        "8ccccc44cdcbba48",
+    ),
+    "decode.receiver_clear": Target(
+        "sglang.srt.disaggregation.common.conn",
+        "CommonKVReceiver.clear",
+        ("self",),
+        "016533819b64ba35",
+    ),
+    "decode.receiver_abort": Target(
+        "sglang.srt.disaggregation.common.conn",
+        "CommonKVReceiver.abort",
+        ("self",),
+        "598ab28ba3a7d466",
+    ),
+    "decode.receiver_send_metadata": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVReceiver.send_metadata",
+        ("self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len"),
+        "bfb82425ea0ad188",
+    ),
+    "decode.node_failure": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager._handle_node_failure",
+        ("self", "failed_bootstrap_addr"),
+        "7fbf2d74d1fe76f3",
+    ),
+    "decode.start_decode_thread": Target(
+        "sglang.srt.disaggregation.mooncake.conn",
+        "MooncakeKVManager.start_decode_thread",
+        ("self",),
+        "4c3bb3f9c31edf5d",
+    ),
+    "decode.pop_transferred": Target(
+        "sglang.srt.disaggregation.decode",
+        "DecodeTransferQueue.pop_transferred",
+        ("self", "rids_to_check"),
+        "4487b5b1e0697e11",
+    ),
 }
 
 RELEASES: tuple[Release, ...] = (

@@ -43,7 +43,7 @@ def group_of(rank: int, size: int) -> Any:
     )
 
 
-def make_pool(pages: int, dtype: str) -> Any:
+def make_pool(pages: int, dtype: str, layers: int = LAYERS) -> Any:
     """A stock NSA pool of ``pages`` pages, every byte of it poisoned."""
     import torch
     from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
@@ -55,7 +55,7 @@ def make_pool(pages: int, dtype: str) -> Any:
         kv_lora_rank=512,
         dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
         qk_rope_head_dim=64,
-        layer_num=LAYERS,
+        layer_num=layers,
         device="cpu",
         index_head_dim=128,
         enable_memory_saver=False,
@@ -192,6 +192,111 @@ def collectives_self_check(rank: int, size: int, order: list[int]) -> str | None
     except RuntimeError as error:
         return str(error)
     return None
+
+
+def pool_self_check(
+    rank: int, size: int, dtype: str, breaks: str | None = None, physical_pages: int = 3, layers: int = LAYERS
+) -> dict[str, Any]:
+    """Outcome of the pool's self-check where one rank or the order of the ranks is broken.
+
+    Args:
+        breaks: ``order`` swaps the first two ranks, ``owner`` and ``owners alike`` give rank 1 another owner formula,
+            ``keep`` makes it keep nothing of index-K, ``gather`` makes it leave out one layer's gather; or None.
+
+    Returns:
+        ``said``: the error's text, None if there is none; ``changed``: persistent bytes that are not those from before;
+        ``workspace``: bytes of the workspaces that are not 0; ``counters`` that moved; ``after``: what a read says.
+    """
+    import numpy as np
+    import torch
+
+    from cp_shared_kv.collectives import PageGather
+    from cp_shared_kv.layout import CpSharedKVLayout
+    from cp_shared_kv.metrics import COUNTERS
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool, SharedPoolError
+
+    class Rotated(CpSharedKVLayout):
+        def owner_for_logical_pages_np(self, pages: Any) -> Any:
+            return np.asarray(pages) % self.cp_size
+
+    class Constant(CpSharedKVLayout):
+        def owner_for_logical_pages_np(self, pages: Any) -> Any:
+            return np.zeros_like(pages)
+
+    claimed = {0: 1, 1: 0}.get(rank, rank) if breaks == "order" else rank
+    layout_type = {"owner": Rotated, "owners alike": Constant}.get(breaks or "") if rank == 1 else None
+    gather = PageGather(group_of(claimed, size))
+    pool = CPSharedNSATokenToKVPool.adopt(
+        make_pool(physical_pages, dtype, layers),
+        layout=(layout_type or CpSharedKVLayout)(PAGE, size, claimed),
+        workspace_pages=2 * size + 1,
+        gather=gather,
+    )
+    if breaks == "keep" and rank == 1:
+        keep = pool._keep
+        pool._keep = lambda store, layer_id: None if store is pool._index else keep(store, layer_id)  # type: ignore
+    if breaks == "gather":
+        stock_gather, calls = gather.gather, []
+
+        def skip_one(*args: Any) -> int:
+            calls.append(args)
+            return 0 if len(calls) == 2 else stock_gather(*args)
+
+        gather.gather = skip_one  # type: ignore[method-assign]
+    persistent = [*pool.physical_kv_buffer, *pool.physical_index_k_with_scale_buffer]
+    before = [buffer.clone() for buffer in persistent]
+    COUNTERS.add(forwards=3, gathered_bytes=7)
+    counted = COUNTERS.snapshot()
+    out: dict[str, Any] = {"said": None}
+    try:
+        pool.self_check()
+    except RuntimeError as error:
+        out["said"] = str(error)
+    out["changed"] = sum(
+        int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(persistent, before, strict=True)
+    )
+    shown = (pool.kv_buffer[0], pool.index_k_with_scale_buffer[0])
+    out["workspace"] = sum(int(buffer.view(torch.uint8).count_nonzero()) for buffer in shown)
+    out["counters"] = {name: value for name, value in COUNTERS.snapshot().items() if value != counted[name]}
+    try:
+        pool.get_key_buffer(0)
+    except SharedPoolError as error:
+        out["after"] = str(error)
+    return out
+
+
+def build_pools(rank: int, size: int, broken_rank: int | None) -> tuple[str | None, int]:
+    """What building the pools of a model runner says where one rank keeps nothing, and the capacity it then has."""
+    import sglang.srt.distributed.parallel_state as parallel_state
+    import torch
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+    from cp_shared_kv.patches.capacity import _init_pools
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+
+    parallel_state.get_attn_cp_group = lambda: group_of(rank, size)
+    if rank == broken_rank:
+        CPSharedNSATokenToKVPool._keep = lambda self, store, layer_id: None  # type: ignore[method-assign]
+    runner = SimpleNamespace(
+        is_draft_worker=False,
+        page_size=PAGE,
+        max_total_num_tokens=3 * PAGE,
+        server_args=SimpleNamespace(attn_cp_size=size),
+        model_config=SimpleNamespace(context_len=300),
+        kv_cache_dtype=torch.bfloat16,
+    )
+
+    def stock_init_pools() -> None:
+        pool = runner.token_to_kv_pool = make_pool(3, "bfloat16")
+        runner.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
+            pool.size, PAGE, torch.bfloat16, "cpu", pool, need_sort=True
+        )
+
+    try:
+        _init_pools(stock_init_pools, runner, (), {})
+    except RuntimeError as error:
+        return str(error), runner.max_total_num_tokens
+    return None, runner.max_total_num_tokens
 
 
 def agreement(rank: int, size: int, figures: list[int]) -> str | None:

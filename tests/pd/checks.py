@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .prefill import owner_and_physical
-from .scenario import ABORTED, ITEM_LEN, KINDS, LAYERS, SUCCESS, Report, Request
+from .scenario import ABORTED, ITEM_LEN, KINDS, LAYERS, SUCCESS, DecodeReport, PrefillReport, Report, Request, Write
 
 
 def assert_served(report: Report, *requests: Request) -> None:
@@ -49,23 +49,75 @@ def _assert_owners_sent(report: Report, request: Request) -> None:
                 assert dict(times) == once_each, f"room {request.room}: rank {rank.cp_rank} sent {kind} {dict(times)}"
 
 
-def assert_failed_once(report: Report, *requests: Request) -> None:
+def assert_failed_once(report: Report, *requests: Request, computed: bool = True) -> None:
     """Each request failed on every rank of both sides, once, in time, and left only right or untouched pages.
 
     A side that learns of the failure by its own time limit counts as hung, not as failed.
+
+    Args:
+        computed: whether prefill had pages for the request; one that ends before has none to release.
     """
     for request in requests:
-        for rank in [*report.prefill, *report.decode]:
+        for rank in report.prefill:
             outcome = rank.outcomes[request.room]
-            assert outcome.status == ABORTED, f"{type(rank).__name__}: {outcome}"
-            assert (outcome.streamed, outcome.released) == (1, 1), f"{type(rank).__name__}: {outcome}"
+            assert outcome.status == ABORTED, f"prefill rank {rank.cp_rank}: {outcome}"
+            assert (outcome.streamed, outcome.released) == (1, int(computed)), f"prefill rank {rank.cp_rank}: {outcome}"
+        assert_failed_on_decode(report, request)
+
+
+def assert_failed_on_decode(report: Report, *requests: Request) -> None:
+    """The same for decode alone: prefill may have sent all before it heard."""
+    for request in requests:
         for rank in report.decode:
-            torn = rank.outcomes[request.room].wrong_pages
-            assert torn == {kind: [] for kind in KINDS}, f"room {request.room} wrote other bytes: {torn}"
+            outcome = rank.outcomes[request.room]
+            assert outcome.status == ABORTED, f"decode rank {rank.tp_rank}: {outcome}"
+            assert (outcome.streamed, outcome.released) == (1, 1), f"decode rank {rank.tp_rank}: {outcome}"
+            assert outcome.wrong_pages == {kind: [] for kind in KINDS}, f"room {request.room} wrote other bytes"
+            assert outcome.late_pages == {kind: [] for kind in KINDS}, f"room {request.room} wrote after its release"
+
+
+def late_writes(report: Report) -> list[str]:
+    """Writes that ended when the request whose page, or metadata slot, they go to was already released on a side."""
+    decode = {rank.session: rank for rank in report.decode}
+    late = []
+    for rank in report.prefill:
+        for write in rank.traffic.writes:
+            to = decode[write.session]
+            for room in sorted(_rooms_written_to(write, to)):
+                where = f"prefill rank {rank.cp_rank} wrote to room {room} of decode rank {to.tp_rank}"
+                for side, released in (("decode", to.released), ("prefill", rank.released)):
+                    if write.end > released.get(room, write.end):
+                        late.append(f"{where} {write.end - released[room]:.3f} s after its release on {side}")
+    return late
+
+
+def _rooms_written_to(write: Write, decode: DecodeReport) -> set[int]:
+    rooms = set()
+    for address, length in write.destinations:
+        region = next((each for each in decode.regions if each.holds(address, length)), None)
+        if region is not None:
+            holders = decode.holders[write.wave].get(region.kind, {})
+            rooms |= {holders[item] for item in region.items(address, length) if item in holders}
+    return rooms
+
+
+def assert_nothing_is_kept(report: Report) -> None:
+    """Neither side keeps anything of a request that is over."""
+    for rank in [*report.prefill, *report.decode]:
+        left = {wave: kept for wave, kept in rank.leftovers.items() if kept}
+        name = f"prefill rank {rank.cp_rank}" if isinstance(rank, PrefillReport) else f"decode rank {rank.tp_rank}"
+        assert left == {}, f"{name} still keeps, by wave, {left}"
 
 
 def assert_nothing_else_happened(report: Report) -> None:
-    """No byte read outside registered memory, none written to a page of nobody, no transfer thread lost."""
+    """Neither in memory nor in state.
+
+    No byte was read outside registered memory, none written to a page of nobody or of a request that is over, no
+    transfer thread is lost, and both sides keep nothing of requests that are over.
+    """
+    late = late_writes(report)
+    assert not late, late
+    assert_nothing_is_kept(report)
     for rank in report.prefill:
         assert rank.traffic.outside_registered == 0, f"rank {rank.cp_rank} read outside registered memory"
         assert rank.traffic.unknown_pages == [], f"rank {rank.cp_rank} sent pages that hold no request"

@@ -1,16 +1,20 @@
-"""One decode TP rank, all stock: pool, KV manager, receivers and DecodeTransferQueue."""
+"""One decode TP rank: pool, KV manager, receivers and DecodeTransferQueue; all stock, if the scenario says so."""
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from .pools import Cluster, init_distributed, init_engine, make_pool, page_bytes, poison
 from .prefill import LOOPBACK, METADATA_SLOTS, first_token
+from .product import decode_patches
 from .scenario import (
     ABORTED,
     DECODE_POISON,
@@ -25,11 +29,24 @@ from .scenario import (
     page_content,
 )
 from .standins import ClientStream, Req, ServerArgs, TreeCache
+from .wire import Signals, registered_regions
 
 
 class NoSpeculation:
     def is_none(self) -> bool:
         return True
+
+
+class ErrorLog(logging.Handler):
+    """Keeps what the product logs as errors."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+        logging.getLogger("cp_shared_kv").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 @dataclass
@@ -51,7 +68,11 @@ class DecodeRank:
         self.tp_rank = tp_rank
         self.prefill_address = f"{LOOPBACK}:{cluster.bootstrap_port}"
         cluster.barrier.wait()  # the bootstrap server is up
+        self.signals = Signals(cluster.prefill_dist_port)
         init_distributed(self.scenario.decode_tp, tp_rank, cluster.decode_dist_port, cp_size=1)
+        if self.scenario.on_decode:
+            decode_patches().apply()
+        self.log = ErrorLog()
         init_engine()
         self.pool = make_pool(self.scenario.decode_pages)
         poison(self.pool, DECODE_POISON)
@@ -59,6 +80,12 @@ class DecodeRank:
         self.patience_s = self.scenario.timeout_s
         self.outcomes: dict[int, DecodeOutcome] = {}
         self.clobbered: dict[int, dict[str, list[int]]] = {}
+        self.holders: dict[int, dict[str, dict[int, int]]] = {}
+        self.announced: dict[int, float] = {}
+        self.released: dict[int, float] = {}
+        self.torn: dict[int, dict[str, list[int]]] = {}
+        self.untouched: dict[int, dict[str, list[int]]] = {}
+        self.leftovers: dict[int, list[str]] = {}
 
     def _build_queues(self, bootstrap_port: int) -> None:
         import sglang.srt.distributed.parallel_state as parallel_state
@@ -95,7 +122,7 @@ class DecodeRank:
             tp_rank=self.tp_rank,
             metadata_buffers=self.metadata,
             scheduler=DecodeScheduler(server_args, self.stream, NoSpeculation()),
-            tree_cache=TreeCache(),
+            tree_cache=TreeCache(self._release),
         )
 
     def find_prefill(self) -> None:
@@ -119,15 +146,27 @@ class DecodeRank:
         """Ask for the requests of a wave and follow them to their end; fills ``outcomes`` (but for the wrong pages)."""
         self.destinations = self._choose_destinations(index, wave)
         wanted = [request for request in wave if not request.fake]
-        reqs = {request.room: self._ask_for(request) for request in wanted}
+        self.holders[index] = {
+            kind: {int(page): room for room, pages in self.destinations.items() for page in pages} for kind in KINDS
+        }
         self.requests = {request.room: request for request in wanted}
-        # Prefill may need the whole of its time first: a hang is to be seen there, not cut short here.
-        deadline = time.monotonic() + self.patience_s + 1
+        self.late: dict[int, Callable[[], None]] = {}
+        reqs = {request.room: self._ask_for(request, self.holders[index].setdefault("aux", {})) for request in wanted}
+        # Prefill may need the whole of its time first: a hang is to be seen there, not cut short here. And decode's
+        # side of the product may need its own twice.
+        deadline = time.monotonic() + self.patience_s * (2 if self.scenario.on_decode else 1) + 5
         self.pages_at_success: dict[int, dict[str, list[int]]] = {}
+        aborted = False
         done = False
         while not done:
+            if not aborted and self.signals.is_set("slow", index):
+                aborted = True
+                self._abort()
+            for room in [room for room in self.late if self.signals.is_set("ended", room)]:
+                self.late.pop(room)()
             for req in self.transfers.pop_transferred():
                 # At once: from here on a real decode would read the pages.
+                self.released[req.bootstrap_room] = time.monotonic()
                 self.pages_at_success[req.bootstrap_room] = self._differing(req.bootstrap_room)
             over = torch.tensor([int(time.monotonic() > deadline)])
             torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX, group=self.world_group)
@@ -150,7 +189,25 @@ class DecodeRank:
             raise AssertionError("the decode pool is too small for this wave")
         return {request.room: part for request, part in zip(rooms, np.split(pages, ends)[:-1], strict=True)}
 
-    def _ask_for(self, request: Request) -> Req:
+    def _abort(self) -> None:
+        """The client's aborts on decode."""
+        for abort in self.scenario.aborts:
+            for decode_req in self.transfers.queue:
+                if abort.when == "on decode" and decode_req.req.bootstrap_room == abort.room:
+                    decode_req.kv_receiver.abort()
+
+    def _release(self, req: Req) -> None:
+        """The pages of a failed request may be another's from here on: they are poisoned again at once."""
+        room = req.bootstrap_room
+        self.released[room] = time.monotonic()
+        self.torn[room] = self._torn(room)
+        self.untouched[room] = self._untouched(room)
+        for kind in KINDS:
+            for layer in range(LAYERS):
+                page_bytes(self.pool, kind, layer)[self.destinations[room]] = DECODE_POISON
+
+    def _ask_for(self, request: Request, holders: dict[int, int]) -> Req:
+        """Ask for a request, and note it as the holder of its metadata slot."""
         from sglang.srt.disaggregation.decode import DecodeRequest
         from sglang.srt.disaggregation.mooncake import MooncakeKVReceiver
 
@@ -164,14 +221,23 @@ class DecodeRank:
         receiver = MooncakeKVReceiver(self.manager, self.prefill_address, request.room)
         receiver.init(0)
         slot = self.metadata_slots.alloc()
+        holders[slot] = request.room
         pages = self.destinations[request.room]
         end = len(pages)
-        receiver.send_metadata(
-            pages[request.decode_prefix_pages : end - request.missing_kv_destinations],
-            slot,
-            [pages[: end - request.missing_state_destinations]],
-            decode_prefix_len=request.decode_prefix_pages * PAGE_SIZE,
-        )
+
+        def announce() -> None:
+            receiver.send_metadata(
+                pages[request.decode_prefix_pages : end - request.missing_kv_destinations],
+                slot,
+                [pages[: end - request.missing_state_destinations]],
+                decode_prefix_len=request.decode_prefix_pages * PAGE_SIZE,
+            )
+            self.announced[request.room] = time.monotonic()
+
+        if self.tp_rank in request.late_on:
+            self.late[request.room] = announce
+        else:
+            announce()
         self.transfers.add(DecodeRequest(req, receiver, waiting_for_input=True, metadata_buffer_index=slot))
         return req
 
@@ -247,9 +313,15 @@ class DecodeRank:
                 late = self._differing(room)
                 first = self.pages_at_success[room]
                 outcome.wrong_pages = {kind: sorted({*first[kind], *late[kind]}) for kind in KINDS}
+                outcome.untouched_pages = self._untouched(room)
+            elif room in self.released:
+                outcome.wrong_pages, outcome.untouched_pages = self.torn[room], self.untouched[room]
+                untouched = self._untouched(room)
+                outcome.late_pages = {
+                    kind: sorted(self.requests[room].positions_to_send(kind) - set(untouched[kind])) for kind in KINDS
+                }
             else:
-                outcome.wrong_pages = self._torn(room)
-            outcome.untouched_pages = self._untouched(room)
+                outcome.wrong_pages, outcome.untouched_pages = self._torn(room), self._untouched(room)
         nobodys = np.ones(self.scenario.decode_pages + 1, dtype=bool)
         for pages in self.destinations.values():
             nobodys[pages] = False
@@ -266,14 +338,45 @@ class DecodeRank:
             for kind in KINDS
         }
         poison(self.pool, DECODE_POISON)
+        self.leftovers[index] = self._leftovers()
+
+    def _leftovers(self) -> list[str]:
+        """What is kept for requests although all are over."""
+        manager = self.manager
+        containers: dict[str, Any] = {
+            "request_status": manager.request_status,
+            "required_prefill_response_num_table": manager.required_prefill_response_num_table,
+            "prefill_response_tracker": manager.prefill_response_tracker,
+        }
+        if self.scenario.on_decode:
+            from cp_shared_kv.patches.decode import answers_of
+
+            # Stock keeps the reason of each failure that prefill reports after the first one.
+            containers["failure_records"] = manager.failure_records
+            answers = answers_of(manager)
+            containers |= {"final answers": answers._final, "held requests": answers._held_until}
+        kept = [f"{name}: {container}" for name, container in containers.items() if container]
+        free = self.metadata_slots.available_size()
+        return kept + ([] if free == METADATA_SLOTS else [f"{free} of {METADATA_SLOTS} metadata slots are free"])
 
     def report(self) -> DecodeReport:
-        return DecodeReport(self.tp_rank, self.outcomes, self.clobbered)
+        return DecodeReport(
+            self.tp_rank,
+            self.outcomes,
+            self.clobbered,
+            self.manager.get_session_id(),
+            registered_regions(self.manager.kv_args),
+            self.holders,
+            self.announced,
+            self.released,
+            self.leftovers,
+            self.log.messages,
+        )
 
 
 def main(cluster: Cluster, tp_rank: int) -> DecodeReport:
     """Body of a decode process: serve every wave, in step with the other ranks, and report."""
-    os.environ["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] = str(cluster.scenario.timeout_s)
+    os.environ["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] = str(round(cluster.scenario.timeout_s))
     rank = DecodeRank(cluster, tp_rank)
     cluster.barrier.wait()
     rank.find_prefill()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,7 +15,9 @@ from .pools import Cluster, fill_page, init_distributed, init_engine, make_pool,
 from .product import transfer_patches
 from .scenario import ABORTED, HUNG, KINDS, LAYERS, PAGE_SIZE, PREFILL_POISON, SUCCESS, Outcome, PrefillReport, Request
 from .standins import (
+    Batch,
     ClientStream,
+    GrammarManager,
     KVAllocator,
     ModelConfig,
     Req,
@@ -24,7 +26,7 @@ from .standins import (
     TpWorker,
     TreeCache,
 )
-from .wire import WireTap
+from .wire import Signals, WireTap
 
 METADATA_SLOTS = 16
 LOOPBACK = "127.0.0.1"
@@ -61,11 +63,20 @@ class PrefillRank:
         init_engine()
         held = self.scenario.logical_pages // (self.scenario.cp_size if self.shared else 1)
         self.pool = make_pool(held)
+        self.wave = 0
+        self.signals = Signals(cluster.prefill_dist_port)
         self._build_scheduler(cluster.bootstrap_port)
-        self.tap = WireTap(self.manager, tuple(fault for fault in self.scenario.faults if fault.cp_rank == cp_rank))
+        self.tap = WireTap(
+            self.manager,
+            tuple(fault for fault in self.scenario.faults if fault.cp_rank == cp_rank),
+            tuple(slow for slow in self.scenario.slow if slow.cp_rank == cp_rank),
+            lambda wave: self.signals.set("slow", wave),
+        )
         self.patience_s = self.scenario.timeout_s
         self.workers_started = len(self.manager.transfer_queues)
         self.outcomes: dict[int, Outcome] = {}
+        self.leftovers: dict[int, list[str]] = {}
+        self.released: dict[int, float] = {}
 
     def _start_bootstrap_server_on_rank_0(self, cluster: Cluster) -> None:
         if self.cp_rank == 0:
@@ -88,14 +99,30 @@ class PrefillRank:
     def _build_scheduler(self, bootstrap_port: int) -> None:
         import sglang.srt.distributed.parallel_state as parallel_state
         from sglang.srt.disaggregation import prefill
-        from sglang.srt.disaggregation.utils import MetadataBuffers, ReqToMetadataIdxAllocator, TransferBackend
+        from sglang.srt.disaggregation.utils import (
+            DisaggregationMode,
+            MetadataBuffers,
+            ReqToMetadataIdxAllocator,
+            TransferBackend,
+        )
 
         class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
             """Stock's prefill mixin over a stand-in; its attributes are set below."""
 
+            if self.scenario.with_queue:
+                from sglang.srt.managers.scheduler import Scheduler as Stock
+
+                abort_request = Stock.__dict__["abort_request"]  # as patched: with the wrapper that it is in
+
         self.world_group = parallel_state.get_world_group().cpu_group
-        self.stream = ClientStream()
+        self.stream = ClientStream(lambda room: self.signals.set("ended", room))
         scheduler = Scheduler()
+        scheduler.disaggregation_mode = DisaggregationMode.PREFILL
+        scheduler.send_to_tokenizer = self.stream
+        scheduler.grammar_manager = GrammarManager()
+        scheduler.waiting_queue = []
+        scheduler.running_batch = Batch()
+        scheduler.cur_batch = None
         scheduler.attn_cp_cpu_group = parallel_state.get_attn_cp_group().cpu_group
         scheduler.attn_tp_cpu_group = parallel_state.get_attn_tp_group().cpu_group
         scheduler.server_args = ServerArgs(disaggregation_bootstrap_port=bootstrap_port)
@@ -108,7 +135,7 @@ class PrefillRank:
         scheduler.sliding_window_size = None
         scheduler.model_config = ModelConfig(num_hidden_layers=LAYERS)
         scheduler.tp_worker = TpWorker()
-        scheduler.tree_cache = TreeCache()
+        scheduler.tree_cache = TreeCache(self._release)
         scheduler.stream_output = self.stream
         scheduler.token_to_kv_pool_allocator = KVAllocator(page_size=PAGE_SIZE)
         scheduler.disagg_metadata_buffers = MetadataBuffers(METADATA_SLOTS, 16, torch.float32)
@@ -136,17 +163,41 @@ class PrefillRank:
         self.scheduler = scheduler
         self.manager = self.queue.kv_manager
 
+    def _release(self, req: Req) -> None:
+        self.released[req.bootstrap_room] = time.monotonic()
+
     def serve(self, index: int, wave: tuple[Request, ...]) -> None:
         """Serve the requests of a wave together, in the order of a real prefill scheduler's loop."""
         self._fill_pool(index, wave)
-        deadline = time.monotonic() + self.patience_s
-        reqs = {request.room: self._admit(request, row) for row, request in enumerate(wave)}
-        ready = self._bootstrap(deadline)
-        self._send_chunks([(request, reqs[request.room]) for request in wave if reqs[request.room] in ready])
-        self._poll_until(lambda: not self.scheduler.disagg_prefill_inflight_queue, deadline)
+        self.wave = index
+        self.rooms = [request.room for request in wave]
+        self.deadline = time.monotonic() + self.patience_s
+        reqs: dict[int, Req] = {}
+        chunks: dict[int, list[int]] = {}
+        for step in itertools.count():
+            newcomers = [request for request in wave if request.enters_after == step]
+            if newcomers:
+                self._bring_in(newcomers, reqs)
+                chunks |= {
+                    request.room: list(request.ends)
+                    for request in newcomers
+                    if reqs[request.room] in self.scheduler.waiting_queue
+                }
+                self.scheduler.waiting_queue = []
+            for room, ends in chunks.items():
+                if ends:
+                    self._send_chunk(reqs[room], ends.pop(0), last=not ends)
+            self.scheduler.process_disagg_prefill_inflight_queue()
+            if step == 0:
+                self._abort("between chunks", reqs)
+            if not any(chunks.values()) and step >= max(request.enters_after for request in wave):
+                break
+        self._abort("in flight", reqs)
+        self._poll_until_all_is_over()
         self.tap.wait_quiet(timeout_s=3)
         for request in wave:
             self.outcomes[request.room] = self._outcome(reqs[request.room])
+        self.leftovers[index] = self._leftovers()
         if any(self.outcomes[request.room].status == HUNG for request in wave):
             self.patience_s = 2.0
         # Whatever hangs must not be polled with the requests of the next wave.
@@ -188,44 +239,84 @@ class PrefillRank:
         self.queue.add(req, num_kv_heads=1)
         return req
 
-    def _bootstrap(self, deadline: float) -> list[Req]:
-        ready: list[Req] = []
+    def _bring_in(self, newcomers: list[Request], reqs: dict[int, Req]) -> None:
+        """Take requests through the bootstrap queue into the waiting queue."""
+        if reqs:
+            self.tap.wait_quiet(timeout_s=3)
+        for request in newcomers:
+            reqs[request.room] = self._admit(request, row=len(reqs))
+        for abort in self.scenario.aborts:
+            for request in newcomers:
+                if (abort.room, abort.when) == (request.room, "bootstrapping"):
+                    self._wait_until_announced(request)
+        self._abort("bootstrapping", reqs)
 
         def all_left_the_queue() -> bool:
-            ready.extend(self.queue.pop_bootstrapped())
+            self.scheduler.waiting_queue.extend(self.queue.pop_bootstrapped())
             return not self.queue.queue
 
-        self._loop_together(all_left_the_queue, deadline)
-        return ready
+        self._loop_together(all_left_the_queue)
+        self._abort("waiting", reqs)
 
-    def _send_chunks(self, ready: list[tuple[Request, Req]]) -> None:
-        """Chunk i of every request, then chunk i + 1; the inflight queue is polled between, as after each batch."""
-        for step in range(max((len(request.ends) for request, _ in ready), default=0)):
-            for request, req in ready:
-                if step >= len(request.ends):
-                    continue
-                last = step == len(request.ends) - 1
-                req.fill_ids = req.origin_input_ids[: request.ends[step]]
-                if last:
-                    req.output_ids = [first_token(request.room)]
-                    self.scheduler.disagg_prefill_inflight_queue.append(req)
-                self.scheduler.send_kv_chunk(req, last_chunk=last)
+    def _wait_until_announced(self, request: Request) -> None:
+        """Wait for the decode ranks that do not wait for the end of the request themselves."""
+        expected = self.scenario.decode_tp - len(request.late_on)
+        self._wait_for(lambda: len(self.manager.transfer_infos.get(request.room, ())) == expected)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if time.monotonic() > self.deadline:
+                raise TimeoutError("what the scenario waits for did not happen")
+            time.sleep(0.005)
+
+    def _abort(self, when: str, reqs: dict[int, Req]) -> None:
+        """The client's aborts that are due; on all ranks, they come from the same turn of the scheduler."""
+        for abort in self.scenario.aborts:
+            if abort.when != when or abort.room not in reqs:
+                continue
+            if when == "in flight" and any(slow.wave == self.wave for slow in self.scenario.slow):
+                self._wait_for(lambda: self.signals.is_set("slow", self.wave))
+            req = reqs[abort.room]
+            if abort.cp_rank is None and when != "between chunks":
+                from sglang.srt.managers.io_struct import AbortReq
+
+                self.scheduler.abort_request(AbortReq(rid=req.rid))
+            elif abort.cp_rank in (None, self.cp_rank):
+                # Stock lets a request between chunks run on; other code that ends it would end its sender.
+                req.disagg_kv_sender.abort()
+
+    def _send_chunk(self, req: Req, end: int, last: bool) -> None:
+        req.fill_ids = req.origin_input_ids[:end]
+        if last:
+            req.output_ids = [first_token(req.bootstrap_room)]
+            self.scheduler.disagg_prefill_inflight_queue.append(req)
+        self.scheduler.send_kv_chunk(req, last_chunk=last)
+
+    def _poll_until_all_is_over(self) -> None:
+        """Poll as the scheduler's loop does, until no request is in flight or waits to be told of to decode."""
+
+        def over() -> bool:
+            self.queue.pop_bootstrapped()
             self.scheduler.process_disagg_prefill_inflight_queue()
+            return not self.scheduler.disagg_prefill_inflight_queue and not self._unanswered()
 
-    def _poll_until(self, empty: Any, deadline: float) -> None:
-        def polled() -> bool:
-            self.scheduler.process_disagg_prefill_inflight_queue()
-            return empty()
+        self._loop_together(over)
 
-        self._loop_together(polled, deadline)
+    def _unanswered(self) -> list[int]:
+        """Rooms that the product has yet to tell decode of; nobody does without its patches of the queue."""
+        if not (self.shared and self.scenario.with_queue):
+            return []
+        from cp_shared_kv.patches.transfer import sending_of
 
-    def _loop_together(self, step: Any, deadline: float) -> None:
+        return [room for room in self.rooms if room in sending_of(self.manager).unanswered]
+
+    def _loop_together(self, step: Callable[[], bool]) -> None:
         """Call ``step`` until it is true on every rank or a rank's time is over; all ranks leave at the same count.
 
         The queues poll with collectives, so a rank that leaves a loop alone would leave the others waiting.
         """
         while True:
-            flags = torch.tensor([int(not step()), int(time.monotonic() > deadline)])
+            flags = torch.tensor([int(not step()), int(time.monotonic() > self.deadline)])
             torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=self.world_group)
             if not flags[0] or flags[1]:
                 return
@@ -239,6 +330,8 @@ class PrefillRank:
             status = SUCCESS
         elif isinstance(req.finished_reason, FINISH_ABORT):
             status, error = ABORTED, str(req.finished_reason.message)
+        elif req.bootstrap_room in self.stream.dropped:
+            status, error = ABORTED, "dropped while it waited"
         elif req in self.queue.queue:
             error = "still bootstrapping"
         else:
@@ -246,10 +339,45 @@ class PrefillRank:
         streamed = self.stream.times_streamed.get(req.bootstrap_room, 0)
         return Outcome(req.bootstrap_room, status, error, streamed, req.times_released)
 
+    def _leftovers(self) -> list[str]:
+        """What is kept for requests although all are over, once the transfer threads have come to rest."""
+        if not self.shared:
+            return []
+        from cp_shared_kv.patches.transfer import sending_of
+
+        manager, sending = self.manager, sending_of(self.manager)
+        containers = {
+            "request_status": manager.request_status,
+            "transfer_infos": manager.transfer_infos,
+            "req_to_decode_prefix_len": manager.req_to_decode_prefix_len,
+            "failure_records": manager.failure_records,
+            "failed_state": sending.failed_state,
+            "until": sending.until,
+        }
+
+        def found() -> list[str]:
+            kept = [f"{name}: {container}" for name, container in containers.items() if container]
+            kept += [f"writing for room {thread.room}" for thread in sending.threads if thread.room is not None]
+            kept += [f"unanswered: {room}" for room in self._unanswered()]
+            free = self.scheduler.req_to_metadata_buffer_idx_allocator.available_size()
+            return kept + ([] if free == METADATA_SLOTS else [f"{free} of {METADATA_SLOTS} metadata slots are free"])
+
+        patience = time.monotonic() + 1
+        while found() and time.monotonic() < patience:
+            time.sleep(0.01)
+        return found()
+
     def report(self) -> PrefillReport:
         alive = sum("transfer_worker" in thread.name for thread in threading.enumerate())
         return PrefillReport(
-            self.cp_rank, self.outcomes, self.tap.traffic, self.workers_started, alive, self._product_counters()
+            self.cp_rank,
+            self.outcomes,
+            self.tap.traffic,
+            self.workers_started,
+            alive,
+            self._product_counters(),
+            self.leftovers,
+            self.released,
         )
 
     def _product_counters(self) -> dict[str, int]:
@@ -263,7 +391,6 @@ class PrefillRank:
 
 def main(cluster: Cluster, cp_rank: int) -> PrefillReport:
     """Body of a prefill process: serve every wave, in step with the other ranks, and report."""
-    os.environ["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = str(cluster.scenario.timeout_s)
     rank = PrefillRank(cluster, cp_rank)
     cluster.barrier.wait()
     for index, wave in enumerate(cluster.scenario.waves):

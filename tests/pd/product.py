@@ -19,4 +19,14 @@ def transfer_patches(with_queue: bool = False) -> PatchSet:
     """
     from cp_shared_kv.patches import PatchSet
 
+    if with_queue:
+        import sglang.srt.managers.scheduler  # noqa: F401  the ranks have this too, then, which takes seconds
+
     return PatchSet.for_release(SGLANG_RELEASE, groups=("transfer", "prefill_queue") if with_queue else ("transfer",))
+
+
+def decode_patches() -> PatchSet:
+    """The group of the decode side, checked against SGLang's source, not yet applied."""
+    from cp_shared_kv.patches import PatchSet
+
+    return PatchSet.for_release(SGLANG_RELEASE, groups=("decode",), role="decode")

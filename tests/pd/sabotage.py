@@ -122,6 +122,17 @@ def ignore_failed_state_writes() -> None:
 
 
 @_break
+def never_answer() -> None:
+    """Prefill tells decode nothing, neither of success nor of failure."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    from cp_shared_kv.patches import transfer
+
+    _replace(MooncakeKVManager, "sync_status_to_decode_endpoint", lambda *args: None)
+    _replace(transfer, "tell_decode_failed", lambda manager, room: True)
+
+
+@_break
 def count_pages_twice() -> None:
     """The product's counters say twice what was sent."""
     from cp_shared_kv.metrics import COUNTERS

@@ -55,6 +55,10 @@ class Request:
     """A warm-up request (FAKE_BOOTSTRAP_HOST): FakeKVSender on the prefill side, nothing on the decode side."""
     renew_registration: bool = False
     """Decode loses the prefill server and registers again before it starts this request."""
+    enters_after: int = 0
+    """Prefill gets the request when those before it have sent so many chunks, and their writes are over."""
+    late_on: tuple[int, ...] = ()
+    """Decode TP ranks that announce themselves only when prefill has ended the request."""
 
     def __post_init__(self) -> None:
         if len(self.pages) != -(-self.tokens // PAGE_SIZE):
@@ -81,13 +85,40 @@ class WriteFault:
 
     ``how="error"``: the write call returns -1 and writes nothing.
     ``how="refused"``: its destinations are moved outside registered memory, and the real engine refuses them.
+    ``how="raises"``: the write call raises, and writes nothing.
     """
 
     wave: int
     cp_rank: int
     kind: Literal["kv", "state", "aux"]
     nth: int = 0
-    how: Literal["error", "refused"] = "error"
+    how: Literal["error", "refused", "raises"] = "error"
+
+
+@dataclass(frozen=True)
+class SlowWrite:
+    """One Mooncake write of one prefill rank that begins in time, and reaches the engine ``seconds`` later."""
+
+    wave: int
+    cp_rank: int
+    kind: Literal["kv", "state", "aux"]
+    nth: int = 0
+    seconds: float = 0.3
+
+
+@dataclass(frozen=True)
+class Abort:
+    """A request that is aborted on one side.
+
+    ``bootstrapping``: when prefill has it, and those decode ranks that are not ``late_on`` have announced themselves.
+    ``waiting``: in prefill's waiting queue. ``between chunks``: after the first chunk. ``in flight``: after the last.
+    ``on decode``: on all decode ranks, in flight. In flight, a slow write of the wave is under way, if there is one.
+    """
+
+    room: int
+    when: Literal["bootstrapping", "waiting", "between chunks", "in flight", "on decode"]
+    cp_rank: int | None = None
+    """The prefill rank that alone takes the request for aborted; None: all of them, in the same turn."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +132,8 @@ class Scenario:
     pools. ``undone``: the patches are applied and taken back first, then as stock."""
     with_queue: bool = False
     """Apply the product's patches of the prefill queue too, which refuse a request before it is computed."""
+    on_decode: bool = False
+    """Apply the product's patches of the decode side; otherwise decode is stock."""
     all_cp_ranks_send: bool = True
     """SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER on both sides; False is stock's way: CP rank 0 alone sends."""
     decode_tp: int = 1
@@ -110,10 +143,14 @@ class Scenario:
     contiguous_destination: bool = False
     """Destination pages ascend by one; otherwise they are a random permutation."""
     faults: tuple[WriteFault, ...] = ()
+    slow: tuple[SlowWrite, ...] = ()
+    aborts: tuple[Abort, ...] = ()
     sabotage: str | None = None
     """Name of a function in ``sabotage`` that breaks this run on purpose."""
     timeout_s: float = 25.0
     """How long a wave may take before what is left of it counts as hung; two seconds for the waves after a hang.
+
+    SGLang's own limit on decode is set to it too, rounded to whole seconds; that on prefill is longer.
 
     A wave takes tenths of a second. The limit leaves room for a machine whose processors are busy with other work.
     """
@@ -142,6 +179,36 @@ class Outcome:
     """How often its KV was released."""
 
 
+@dataclass(frozen=True)
+class Region:
+    """One registered buffer: items of ``item_len`` bytes of one kind and layer from ``base`` on."""
+
+    kind: str
+    layer: int
+    base: int
+    length: int
+    item_len: int
+
+    def holds(self, address: int, length: int) -> bool:
+        return self.base <= address and address + length <= self.base + self.length
+
+    def items(self, address: int, length: int) -> range:
+        """The items that a block touches."""
+        return range((address - self.base) // self.item_len, -(-(address + length - self.base) // self.item_len))
+
+
+@dataclass(frozen=True)
+class Write:
+    """A write that reached the engine; times are ``time.monotonic()`` seconds, the same in all processes."""
+
+    wave: int
+    session: str
+    begin: float
+    end: float
+    destinations: tuple[tuple[int, int], ...]
+    """Address and length of each block."""
+
+
 @dataclass
 class Traffic:
     """What one prefill rank wrote through Mooncake, by room and kind. Only writes that returned 0 count."""
@@ -155,6 +222,9 @@ class Traffic:
     outside_registered: int = 0
     """Source blocks outside registered memory. Mooncake does not check that on TCP; RDMA would fail or read garbage."""
     faults_fired: list[WriteFault] = field(default_factory=list)
+    slowed: list[SlowWrite] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    """Every write that reached the engine, whatever it returned."""
 
     def positions(self, room: int, kind: str) -> set[int]:
         return {position for _, position in self.pages.get(room, {}).get(kind, ())}
@@ -169,14 +239,21 @@ class PrefillReport:
     workers_alive: int
     counters: dict[str, int]
     """The product's own counters (``cp_shared_kv.metrics.COUNTERS``); empty for a stock run."""
+    leftovers: dict[int, list[str]]
+    """wave -> what the manager or the scheduler still kept after it; always empty for a stock run."""
+    released: dict[int, float]
+    """room -> when its pages were released, ``time.monotonic()`` seconds."""
 
 
 @dataclass
 class DecodeOutcome(Outcome):
     wrong_pages: dict[str, list[int]] = field(default_factory=dict)
-    """kind -> positions whose page differs from the oracle; for a failed request, is neither right nor untouched."""
+    """kind -> positions whose page differs from the oracle; for a failed request, is neither right nor untouched
+    when it is released."""
     untouched_pages: dict[str, list[int]] = field(default_factory=dict)
     """kind -> positions that were to be filled and still hold the poison in every layer."""
+    late_pages: dict[str, list[int]] = field(default_factory=dict)
+    """For a failed request: kind -> positions whose page was written after its release."""
 
 
 @dataclass
@@ -185,6 +262,18 @@ class DecodeReport:
     outcomes: dict[int, DecodeOutcome]
     clobbered: dict[int, dict[str, list[int]]]
     """wave -> kind -> decode pages that were written though no request of the wave has them as a destination."""
+    session: str
+    regions: list[Region]
+    holders: dict[int, dict[str, dict[int, int]]]
+    """wave -> kind -> page, or metadata slot for ``aux``, -> room that it was given to."""
+    announced: dict[int, float]
+    """room -> when this rank had announced itself for it, ``time.monotonic()`` seconds."""
+    released: dict[int, float]
+    """room -> when its pages were released, or were complete."""
+    leftovers: dict[int, list[str]]
+    """wave -> what the manager or the scheduler still kept after it."""
+    errors: list[str]
+    """What the product logged as errors."""
 
 
 @dataclass

@@ -6,6 +6,7 @@ not here raises AttributeError, so that a change in what SGLang reads is seen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,7 @@ class Req:
     cached_tokens_storage: int = 0
     finished_reason: Any = None
     to_finish: Any = None
+    mamba_pool_idx: Any = None
     disagg_kv_sender: Any = None
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     time_stats: TimeStats = field(default_factory=TimeStats)
@@ -91,9 +93,17 @@ class Req:
 
 
 class TreeCache:
-    """Counts releases. It takes the whole request back, as StreamingSession's does, so nothing else is freed."""
+    """Counts releases. It takes the whole request back, as StreamingSession's does, so nothing else is freed.
+
+    Args:
+        released: called with each request that is released.
+    """
+
+    def __init__(self, released: Callable[[Req], None] = lambda req: None) -> None:
+        self._released = released
 
     def cache_finished_req(self, req: Req, is_insert: bool = True) -> None:
+        self._released(req)
         req.times_released += 1
         req.req_pool_idx = None
 
@@ -121,11 +131,36 @@ class ModelConfig:
 
 
 class ClientStream:
-    """``stream_output`` of both schedulers: counts how often each request was reported as done."""
+    """``stream_output`` of both schedulers: counts how often each request was reported as done.
 
-    def __init__(self) -> None:
+    It is the prefill scheduler's ``send_to_tokenizer`` too, which is told of requests that are aborted while they wait.
+
+    Args:
+        ended: called with the room of each request that was reported.
+    """
+
+    def __init__(self, ended: Callable[[int], None] = lambda room: None) -> None:
         self.times_streamed: dict[int, int] = {}
+        self.dropped: set[int] = set()
+        self._ended = ended
 
     def __call__(self, reqs: list[Req], return_logprob: bool, skip_req: Req | None = None) -> None:
         for req in reqs:
             self.times_streamed[req.bootstrap_room] = self.times_streamed.get(req.bootstrap_room, 0) + 1
+            self._ended(req.bootstrap_room)
+
+    def send_output(self, output: Any, req: Req) -> None:
+        self.dropped.add(req.bootstrap_room)
+        self([req], False)
+
+
+@dataclass
+class Batch:
+    """A batch of running requests: none, in a server that has only prefilled."""
+
+    reqs: list[Req] = field(default_factory=list)
+
+
+class GrammarManager:
+    def abort_requests(self, recv_req: Any) -> None:
+        pass

@@ -9,31 +9,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from .scenario import KINDS, Traffic, WriteFault
+from .scenario import KINDS, Region, SlowWrite, Traffic, Write, WriteFault
 
 # No engine of the harness registers this address: far above every heap, page aligned.
 UNREGISTERED_ADDRESS = 0x7FFF_0000_0000
 
 
-@dataclass(frozen=True)
-class Region:
-    """One registered source buffer: ``pages`` items of ``item_len`` bytes of one kind and layer from ``base`` on."""
-
-    kind: str
-    layer: int
-    base: int
-    length: int
-    item_len: int
-
-    def holds(self, address: int, length: int) -> bool:
-        return self.base <= address and address + length <= self.base + self.length
-
-
 def registered_regions(kv_args: Any) -> list[Region]:
-    """The source regions of a prefill manager, from its KVArgs (one state component: NSA index-K)."""
+    """The regions of a manager of either side, from its KVArgs (one state component: NSA index-K)."""
     if len(kv_args.state_types) != 1:
         raise AssertionError(f"expected one state component, got {kv_args.state_types}")
     lists = {
@@ -48,16 +34,49 @@ def registered_regions(kv_args: Any) -> list[Region]:
     ]
 
 
+class Signals:
+    """Flags between the ranks of both sides, in the store that the process group of the prefill side keeps.
+
+    Args:
+        port: that of the store, which is up once the prefill side's group is.
+    """
+
+    def __init__(self, port: int) -> None:
+        import torch
+
+        self._store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+
+    def set(self, *name: object) -> None:
+        self._store.set(self._key(name), "set")
+
+    def is_set(self, *name: object) -> bool:
+        return self._store.check([self._key(name)])
+
+    @staticmethod
+    def _key(name: tuple[object, ...]) -> str:
+        return "/".join(map(str, ("signal", *name)))
+
+
 class WireTap:
-    """Counts what one prefill rank writes, and lets writes fail when asked to.
+    """Counts what one prefill rank writes, and lets writes fail or be slow when asked to.
 
     Args:
         manager: the rank's MooncakeKVManager; its ``_transfer_data`` is replaced on the instance.
         faults: the writes of this rank that fail.
+        slow: the writes of this rank that are slow.
+        slow_begins: called with the wave when a slow write begins.
     """
 
-    def __init__(self, manager: Any, faults: tuple[WriteFault, ...] = ()) -> None:
+    def __init__(
+        self,
+        manager: Any,
+        faults: tuple[WriteFault, ...] = (),
+        slow: tuple[SlowWrite, ...] = (),
+        slow_begins: Callable[[int], None] = lambda wave: None,
+    ) -> None:
         self.traffic = Traffic()
+        self._slow = slow
+        self._slow_begins = slow_begins
         self._regions = registered_regions(manager.kv_args)
         self._write = manager._transfer_data
         self._faults = faults
@@ -98,13 +117,21 @@ class WireTap:
         if not blocks:
             return self._write(session_id, blocks)
         regions = [next((r for r in self._regions if r.holds(src, length)), None) for src, _, length in blocks]
-        fault = self._fault_of_this_write({region.kind for region in regions if region is not None})
+        wave, begin = self._wave, time.monotonic()
+        fault, slow = self._plan_of_this_write({region.kind for region in regions if region is not None})
+        if slow is not None:
+            self._slow_begins(wave)
+            time.sleep(slow.seconds)
         if fault is not None:
             if fault.how == "error":
                 return -1
+            if fault.how == "raises":
+                raise RuntimeError("a fault of the test")
             return self._write(session_id, [(src, UNREGISTERED_ADDRESS, length) for src, _, length in blocks])
         result = self._write(session_id, blocks)
         with self._lock:
+            destinations = tuple((destination, length) for _, destination, length in blocks)
+            self.traffic.writes.append(Write(wave, session_id, begin, time.monotonic(), destinations))
             for (source, _, length), region in zip(blocks, regions, strict=True):
                 if region is None:
                     self.traffic.outside_registered += 1
@@ -112,15 +139,15 @@ class WireTap:
                     self._count(region, source, length)
         return result
 
-    def _fault_of_this_write(self, kinds: set[str]) -> WriteFault | None:
+    def _plan_of_this_write(self, kinds: set[str]) -> tuple[WriteFault | None, SlowWrite | None]:
         with self._lock:
-            now = {(kind, self._writes[kind]) for kind in kinds}
+            now = {(self._wave, kind, self._writes[kind]) for kind in kinds}
             self._writes.update(kinds)
-            for fault in self._faults:
-                if fault.wave == self._wave and (fault.kind, fault.nth) in now:
-                    self.traffic.faults_fired.append(fault)
-                    return fault
-            return None
+            fault = next((each for each in self._faults if (each.wave, each.kind, each.nth) in now), None)
+            slow = next((each for each in self._slow if (each.wave, each.kind, each.nth) in now), None)
+            self.traffic.faults_fired += [fault] if fault else []
+            self.traffic.slowed += [slow] if slow else []
+            return fault, slow
 
     def _count(self, region: Region, source: int, length: int) -> None:
         self.traffic.bytes[region.kind] += length

@@ -96,6 +96,7 @@ class TestDecision:
             "cp_size": 4,
             "page_size": 64,
             "source": "CP_SHARED_KV=1",
+            "role": "prefill",
         }
 
     @pytest.mark.parametrize("text", ["{", "{}", "[]", "1", "null", '"x"', '{"version": "1.2"}', "1/2"])

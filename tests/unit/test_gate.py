@@ -101,7 +101,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("dp_size", {"dp_size": 2, "attn_cp_size": 4}, "dp_size=2", "one server per DP rank"),
     ("page_size", {"page_size": 1}, "page_size=1", "set --page-size 64"),
     ("disaggregation_mode", {"disaggregation_mode": "null"}, "'null'", "add --disaggregation-mode prefill"),
-    ("disaggregation_mode", {"disaggregation_mode": "decode"}, "'decode'", "decode servers stay stock"),
     (
         "transfer_backend",
         {"disaggregation_transfer_backend": "nixl"},
@@ -185,6 +184,21 @@ class TestRules:
         assert found in refusals[0].found
         assert remedy in refusals[0].remedy
         assert refusals[0].needs
+
+    @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.roles == ("prefill",)], ids=lambda rule: rule.name)
+    def test_a_decode_server_is_not_asked_for_what_only_prefill_needs(self, rule: Rule):
+        """Such as prefill CP, chunks of whole pages, or no CUDA graphs."""
+        change = next(case[1] for case in BROKEN if case[0] == rule.name)
+        assert Gate().refusals(facts(**{"disaggregation_mode": "decode", **change})) == []
+
+    @pytest.mark.parametrize(
+        "name",
+        ["model", "transfer_backend", "mooncake", "all_cp_ranks_transfer", "kv_layout", "HiSparse", "staging buffer"],
+    )
+    def test_a_decode_server_is_asked_for_what_both_sides_need(self, name: str):
+        change = next(case[1] for case in BROKEN if case[0] == name)
+        refusals = Gate().refusals(facts(**{"disaggregation_mode": "decode", **change}))
+        assert [refusal.rule for refusal in refusals] == [name]
 
     def test_every_rule_is_broken_by_some_case_above(self):
         assert {rule.name for rule in RULES} == {case[0] for case in BROKEN}

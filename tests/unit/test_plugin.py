@@ -60,18 +60,20 @@ def quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin, "_scheduler_patches", None)
 
 
+def worker(mode: str, directory: Path) -> dict[str, Any]:
+    """What ``plugin_worker.py`` recorded; most of its time is the import of sglang."""
+    path = directory / "seen.json"
+    command = [sys.executable, str(Path(__file__).with_name("plugin_worker.py")), mode, str(path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(path.read_text())
+
+
 class TestWithSglang:
     @pytest.fixture(scope="class")
     @staticmethod
     def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-        """What ``plugin_worker.py`` recorded; most of its time is the import of sglang."""
-        path = tmp_path_factory.mktemp("plugin") / "seen.json"
-        worker = Path(__file__).with_name("plugin_worker.py")
-        done = subprocess.run(
-            [sys.executable, str(worker), str(path)], env=environment(), capture_output=True, text=True, timeout=280
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(path.read_text())
+        return worker("activations", tmp_path_factory.mktemp("plugin"))
 
     def test_off_patches_nothing_but_the_three_methods_of_the_arguments(self, seen: dict[str, Any]):
         assert seen["off"] == [
@@ -124,6 +126,54 @@ class TestWithSglang:
     def test_a_replace_hook_registered_with_sglang_fails_attestation(self, seen: dict[str, Any]):
         assert "transfer.send_aux: replaced: " in seen["replace_hook"]
         assert "has a REPLACE hook from other_plugin" in seen["replace_hook"]
+
+
+class TestPermutationsWithSglang:
+    """All patches of a kind of server, argument handling included, on the installed SGLang."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def roles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+        return worker("permutations", tmp_path_factory.mktemp("permutations"))
+
+    @pytest.fixture(params=["prefill", "decode"])
+    @staticmethod
+    def seen(request: pytest.FixtureRequest, roles: dict[str, Any]) -> dict[str, Any]:
+        return roles[request.param]
+
+    @pytest.mark.parametrize("order", ["patch, import", "import, patch", "patch again"])
+    def test_every_patch_is_in_place_whatever_the_order(self, seen: dict[str, Any], order: str):
+        assert len(seen["seams"]) == seen["patches"] > 3
+        assert seen[order] == [seen["seams"], []]
+
+    def test_patching_before_the_import_and_undoing_leaves_no_wrapper_anywhere(self, seen: dict[str, Any]):
+        assert seen["copies"] > 0, "no module holds a wrapper while patched"
+        assert seen["undo"] == [[], []]
+
+    @pytest.mark.parametrize("step", ["patch twice", "after undo", "undo twice", "undo again", "in the end"])
+    def test_nothing_moves(self, seen: dict[str, Any], step: str):
+        """Of all that modules hold, and the classes that have a seam: the very same objects under the same names."""
+        assert seen[step] == []
+
+    def test_a_copy_of_a_wrapper_made_while_patched_becomes_the_original(self, seen: dict[str, Any]):
+        assert seen["late copy"] == ["transfer.filter_kv_indices" in seen["seams"], True]
+
+    def test_a_failure_of_any_patch_leaves_everything_as_it_was(self, seen: dict[str, Any]):
+        assert seen["failures"] == [[]] * seen["patches"]
+
+    @pytest.mark.parametrize("kind", ["BEFORE", "AFTER", "AROUND"])
+    def test_hooks_that_wrap_are_allowed_around_ours_and_inside_and_stay_where_they_are(
+        self, seen: dict[str, Any], kind: str
+    ):
+        assert seen[f"{kind} after"] == {"attested": [], "moved by undo": [], "again": []}
+        assert seen[f"{kind} before"] == {"applied": [], "attested": [], "moved by undo": []}
+
+    def test_hooks_that_replace_are_refused_by_the_plugins_name(self, seen: dict[str, Any]):
+        after, before = seen["REPLACE after"], seen["REPLACE before"]
+        for problems in (after["attested"], after["again"], before["applied"]):
+            assert sorted(problem.split(": ")[0] for problem in problems) == seen["seams"]
+            assert all(problem.endswith(" has a REPLACE hook from other") for problem in problems)
+        assert (after["moved by undo"], before["moved by undo"]) == ([], [])
 
 
 class TestLoadStops:
@@ -424,12 +474,14 @@ class TestAttestScheduler:
 
     @pytest.mark.parametrize(
         ("changes", "found"),
-        [({"attn_cp_size": 4}, "attn_cp_size=4, page_size=64"), ({"page_size": 1}, "attn_cp_size=2, page_size=1")],
+        [({"attn_cp_size": 4}, "cp_size=4, page_size=64"), ({"page_size": 1}, "cp_size=2, page_size=1")],
     )
     def test_sizes_must_be_those_decided_for(self, patched: SimpleNamespace, changes: dict[str, int], found: str):
         config.publish(DECISION)
-        with pytest.raises(SystemExit, match=f"decided for cp_size=2, page_size=64, but this scheduler has {found}"):
+        with pytest.raises(SystemExit) as stopped:
             plugin.attest_scheduler(self.arguments(**changes))
+        assert "cp_size=2, page_size=64, but this scheduler has" in str(stopped.value)
+        assert str(stopped.value).endswith(found)
 
     def test_a_lost_seam_stops_the_scheduler(self, patched: SimpleNamespace):
         config.publish(DECISION)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
+import logging
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
+from cp_shared_kv.config import ALLOW_CHANGED_SOURCE_ENV
+from cp_shared_kv.patches import HOOK_REGISTRY, Patch, PatchGroup, PatchSet
 from cp_shared_kv.releases import RELEASES, Release, release_for, supported_versions
 from cp_shared_kv.seams import Definition, SeamError, SourceTree, Target, fingerprint, resolve
 
@@ -267,6 +274,129 @@ class TestResolve:
         assert str(error) == "2 of the SGLang seams that CP shared KV needs cannot be used:\n  - one\n  - two"
 
 
+class TestEveryProblemOfALaunch:
+    """A set of patches names all that is wrong in one error, of every kind, also what only the process can tell."""
+
+    #: Seam -> its function in the module, and its kind of problem.
+    WRONG: ClassVar = {
+        "gone": ("absent", "missing"),
+        "signature": ("plain", "signature changed"),
+        "source": ("keywords", "source changed"),
+        "taken": ("twice", "already patched"),
+        "relied on": ("Outer.method", "replaced"),
+        "hooked": ("Outer.static", "replaced"),
+    }
+
+    @pytest.fixture
+    def package(self, tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SourceTree]:
+        """The package ``fake``, imported, with a hook registry that another plugin may use."""
+        monkeypatch.delenv(ALLOW_CHANGED_SOURCE_ENV, raising=False)
+        registry = types.ModuleType(HOOK_REGISTRY)
+        kinds = Enum("HookType", ["REPLACE", "AROUND"])
+        vars(registry).update(HookRegistry=types.SimpleNamespace(_hooks={}), HookType=kinds)
+        monkeypatch.setitem(sys.modules, HOOK_REGISTRY, registry)
+        source = tree()
+        monkeypatch.syspath_prepend(str(tmp_path))
+        importlib.import_module("fake.module")
+        yield source
+        for name in ("fake", "fake.module"):
+            sys.modules.pop(name, None)
+
+    def patch_set(self, source: SourceTree, *wrong: str, row: bool = True) -> PatchSet:
+        """A set over good seams and wrong ones, of which ``relied on`` is not wrapped."""
+        targets = {"good": source.describe("fake.module", "waits")}
+        registry = sys.modules[HOOK_REGISTRY]
+        for seam in wrong:
+            qualname = self.WRONG[seam][0]
+            if seam == "gone":
+                targets[seam] = Target("fake.module", qualname, (), "")
+                continue
+            targets[seam] = source.describe("fake.module", qualname)
+            if seam == "signature":
+                targets[seam] = replace(targets[seam], parameters=("self",))
+            elif seam == "source":
+                targets[seam] = replace(targets[seam], fingerprint="0" * 16)
+            elif seam == "taken":
+                sys.modules["fake.module"].twice = lambda new: "foreign"
+            elif seam == "relied on":
+                sys.modules["fake.module"].Outer.method = lambda self, x: "foreign"
+            elif seam == "hooked":
+                hooks = registry.HookRegistry._hooks
+                hooks[targets[seam].path] = [
+                    (registry.HookType.REPLACE, len, types.SimpleNamespace(plugin_name="other"))
+                ]
+                hooks["fake.module.waits"] = [(registry.HookType.AROUND, len, None)]
+        wrapped = [seam for seam in targets if seam != "relied on"] + ([] if row else ["no.row"])
+        group = PatchGroup(
+            "group",
+            tuple(Patch(seam, lambda wrapped, *rest: wrapped(), why="a test", until="it is over") for seam in wrapped),
+            relies_on=tuple(seam for seam in targets if seam == "relied on"),
+        )
+        return PatchSet(Release(("1.0",), RELEASES[0].arguments, targets), source, [group])
+
+    def kinds(self, refused: pytest.ExceptionInfo[SeamError]) -> dict[str, str]:
+        return {seam: kind for seam, kind, *_ in (problem.split(": ") for problem in refused.value.problems)}
+
+    @pytest.mark.parametrize("seam", WRONG)
+    def test_each_kind_alone_refuses_and_patches_nothing(self, package: SourceTree, seam: str):
+        patch_set = self.patch_set(package, seam)
+        before = dict(vars(sys.modules["fake.module"]))
+        with pytest.raises(SeamError) as refused:
+            patch_set.apply()
+        assert self.kinds(refused) == {seam: self.WRONG[seam][1]}
+        assert vars(sys.modules["fake.module"]) == before
+
+    def test_all_kinds_are_named_in_one_error(self, package: SourceTree):
+        with pytest.raises(SeamError) as refused:
+            self.patch_set(package, *self.WRONG).apply()
+        assert self.kinds(refused) == {seam: kind for seam, (_, kind) in self.WRONG.items()}
+        assert len(refused.value.problems) == len(self.WRONG)
+
+    def test_they_are_named_where_seams_are_only_checked_too(self, package: SourceTree):
+        with pytest.raises(SeamError) as refused:
+            self.patch_set(package, *self.WRONG).resolve()
+        assert self.kinds(refused) == {seam: kind for seam, (_, kind) in self.WRONG.items()}
+
+    def test_a_seam_without_a_row_is_named_with_the_others(self, package: SourceTree):
+        with pytest.raises(SeamError) as refused:
+            self.patch_set(package, *self.WRONG, row=False)
+        assert self.kinds(refused) == {
+            "no.row": "the table of release 1.0 has no such seam",
+            **{seam: kind for seam, (_, kind) in self.WRONG.items()},
+        }
+
+    def test_a_seam_whose_signature_changed_and_that_is_taken_is_named_for_both(self, package: SourceTree):
+        patch_set = self.patch_set(package, "signature")
+        sys.modules["fake.module"].plain = lambda self: "foreign"  # type: ignore[attr-defined]
+        with pytest.raises(SeamError) as refused:
+            patch_set.apply()
+        assert [problem.split(": ")[1] for problem in refused.value.problems] == [
+            "signature changed",
+            "already patched",
+        ]
+
+    def test_changed_source_that_is_trusted_is_said_in_the_log_and_the_rest_stays_refused(
+        self, package: SourceTree, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ):
+        monkeypatch.setenv(ALLOW_CHANGED_SOURCE_ENV, "1")
+        patch_set = self.patch_set(package, "source")
+        with caplog.at_level(logging.WARNING, "cp_shared_kv"):
+            patch_set.apply()
+        patch_set.undo()
+        assert "source: source changed: fake.module.keywords has fingerprint" in caplog.text
+        with pytest.raises(SeamError) as refused:
+            self.patch_set(package, *self.WRONG).apply()
+        assert self.kinds(refused) == {seam: kind for seam, (_, kind) in self.WRONG.items() if seam != "source"}
+
+    def test_a_seam_that_is_not_imported_yet_is_not_imported_to_look_at_it(self, package: SourceTree):
+        del sys.modules["fake.module"], sys.modules["fake"]
+        patch_set = self.patch_set(package, "gone", "signature")
+        with pytest.raises(SeamError) as refused:
+            patch_set.apply()
+        assert set(self.kinds(refused)) == {"gone", "signature"}
+        assert "fake.module" not in sys.modules
+
+
 INSTALLED = """
 import json, sys
 from cp_shared_kv.patches import PatchSet, all_groups, arguments
@@ -275,15 +405,18 @@ from cp_shared_kv.seams import SourceTree, resolve
 source = SourceTree.installed()
 release = release_for(source.version)
 resolution = resolve(source, release.targets)
-patches = PatchSet.for_release(source=source)
+sets = {role: PatchSet.for_release(source=source, role=role) for role in ("prefill", "decode")}
 print(json.dumps({
     "version": source.version,
     "problems": resolution.problems,
     "changed": resolution.changed,
     "found": len(resolution.definitions),
     "targets": len(release.targets),
-    "groups": [group.name for group in patches.groups],
-    "used": sorted({*patches.targets, *PatchSet(release, source, [arguments.GROUP]).targets}),
+    "groups": {role: [group.name for group in patches.groups] for role, patches in sets.items()},
+    "used": sorted({
+        *PatchSet(release, source, [arguments.GROUP]).targets,
+        *(seam for patches in sets.values() for seam in patches.targets),
+    }),
     "table": sorted(release.targets),
     "sglang": [name for name in sys.modules if name.split(".")[0] == "sglang"],
 }))
@@ -308,7 +441,10 @@ class TestInstalled:
         assert facts["sglang"] == []
 
     def test_all_groups_are_resolved(self, facts: dict[str, object]):
-        assert facts["groups"] == ["scheduler", "capacity", "attention", "indexer", "transfer", "prefill_queue"]
+        assert facts["groups"] == {
+            "prefill": ["scheduler", "capacity", "attention", "indexer", "transfer", "prefill_queue"],
+            "decode": ["scheduler", "decode"],
+        }
 
     def test_every_seam_of_the_table_is_patched_or_relied_on(self, facts: dict[str, object]):
         assert facts["used"] == facts["table"]

@@ -5,6 +5,10 @@ holds the patches of one SGLang system; there is one module per group. A :class:
 it checks the source (``cp_shared_kv.seams``), then wraps each symbol, at once where its module is imported and right
 after import where it is not, so that ``from module import name`` copies made later hold the wrapped object; copies made
 earlier are found and rebound. :meth:`PatchSet.attest` proves in the process that uses it that every symbol was reached.
+
+Undoing puts the very objects back, in modules and classes. A wrapper that cannot be taken out, because somebody else
+has wrapped it since or keeps it elsewhere (in a class attribute, dict, list, partial or default argument), is switched
+off and passes calls on to what it wraps.
 """
 
 from __future__ import annotations
@@ -58,12 +62,14 @@ class PatchGroup:
         patches: wrapped seams.
         relies_on: seams that are called or overridden but not wrapped; checked, not patched.
         targets: seams of a group from another package, which the release table cannot hold.
+        roles: servers of a disaggregated deployment that the group is for, of ``prefill`` and ``decode``.
     """
 
     name: str
     patches: tuple[Patch, ...]
     relies_on: tuple[str, ...] = ()
     targets: dict[str, Target] = field(default_factory=dict)
+    roles: tuple[str, ...] = ("prefill",)
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
@@ -73,7 +79,7 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name:
 
 def builtin_groups() -> tuple[PatchGroup, ...]:
     """The product's own groups, those that run in scheduler processes."""
-    from cp_shared_kv.patches import attention, capacity, indexer, prefill_queue, scheduler, transfer
+    from cp_shared_kv.patches import attention, capacity, decode, indexer, prefill_queue, scheduler, transfer
 
     return (
         scheduler.GROUP,
@@ -82,6 +88,7 @@ def builtin_groups() -> tuple[PatchGroup, ...]:
         indexer.GROUP,
         transfer.GROUP,
         prefill_queue.GROUP,
+        decode.GROUP,
     )
 
 
@@ -92,15 +99,30 @@ def all_groups() -> tuple[PatchGroup, ...]:
 
 
 @dataclass
+class _Switch:
+    """Whether a wrapper runs; wrapt asks before each call."""
+
+    on: bool = True
+
+    def __call__(self) -> bool:
+        return self.on
+
+
+@dataclass
 class _Applied:
-    """What is needed to undo one patch."""
+    """What is needed to undo one patch; ``wrapped`` is what the owner holds, ``wrapper`` itself or a method of it."""
 
     owner: Any
     attribute: str
     original: Any
     wrapped: Any
+    wrapper: wrapt.FunctionWrapper
     own: bool
+    switch: _Switch
 
+
+#: SGLang's own way to wrap functions; asked only where it is imported, since without it there are no hooks.
+HOOK_REGISTRY = "sglang.srt.plugins.hook_registry"
 
 #: What holds a plain function as ``__func__``.
 _HOLDERS = (staticmethod, classmethod, types.MethodType)
@@ -140,22 +162,28 @@ class PatchSet:
                     problems.append(f"{seam}: the table of release {source.version} has no such seam")
                 else:
                     self.targets[seam] = target
-        if problems:
-            raise SeamError(problems)
         self.resolution: Resolution | None = None
         self.active = False
         self._applied: dict[str, _Applied] = {}
+        if problems:
+            resolution, others = self._compare()
+            raise SeamError([*problems, *others, *self._taken(resolution)])
 
     @classmethod
     def for_release(
-        cls, version: str | None = None, groups: Iterable[str] | None = None, source: SourceTree | None = None
+        cls,
+        version: str | None = None,
+        groups: Iterable[str] | None = None,
+        source: SourceTree | None = None,
+        role: str = "prefill",
     ) -> PatchSet:
         """Groups of a release, resolved against the source; nothing is patched yet.
 
         Args:
             version: SGLang release; the installed one by default.
-            groups: names of groups; all by default.
+            groups: names of groups; all of the role by default.
             source: SGLang's source; the installed one by default.
+            role: ``prefill`` or ``decode``.
 
         Raises:
             SeamError: the release is unknown, or any seam is missing or changed; every problem is listed.
@@ -163,7 +191,8 @@ class PatchSet:
         source = source or SourceTree.installed()
         release = release_for(version or source.version)
         wanted = None if groups is None else set(groups)
-        chosen = [group for group in all_groups() if wanted is None or group.name in wanted]
+        of_role = [group for group in all_groups() if role in group.roles]
+        chosen = [group for group in of_role if wanted is None or group.name in wanted]
         if wanted is not None and (unknown := wanted - {group.name for group in chosen}):
             raise SeamError([f"there is no patch group {name!r}" for name in sorted(unknown)])
         patch_set = cls(release, source, chosen)
@@ -174,42 +203,52 @@ class PatchSet:
         """Check every seam in source.
 
         Raises:
-            SeamError: a seam is missing, or changed and ``CP_SHARED_KV_ALLOW_CHANGED_SOURCE`` is not set.
+            SeamError: a seam is missing, or changed and ``CP_SHARED_KV_ALLOW_CHANGED_SOURCE`` is not set; seams that
+                are known to be taken by somebody else are named too.
         """
-        resolution = resolve(self.source, self.targets)
-        problems = list(resolution.problems)
-        if resolution.changed:
-            if is_true(os.environ.get(ALLOW_CHANGED_SOURCE_ENV)):
-                logger.warning(
-                    "CP shared KV: SGLang's source differs from release %s and %s is set; trusting it:\n%s",
-                    resolution.version,
-                    ALLOW_CHANGED_SOURCE_ENV,
-                    "\n".join(f"  - {line}" for line in resolution.changed),
-                )
-            else:
-                problems += [f"{line}; set {ALLOW_CHANGED_SOURCE_ENV}=1 to trust it" for line in resolution.changed]
+        resolution, problems = self._compare()
+        if resolution.changed and self._trusts_changed_source():
+            logger.warning(
+                "CP shared KV: SGLang's source differs from release %s and %s is set; trusting it:\n%s",
+                resolution.version,
+                ALLOW_CHANGED_SOURCE_ENV,
+                "\n".join(f"  - {line}" for line in resolution.changed),
+            )
         if problems:
-            raise SeamError(problems)
+            raise SeamError([*problems, *self._taken(resolution)])
         self.resolution = resolution
         return resolution
+
+    @staticmethod
+    def _trusts_changed_source() -> bool:
+        return is_true(os.environ.get(ALLOW_CHANGED_SOURCE_ENV))
+
+    def _compare(self) -> tuple[Resolution, list[str]]:
+        """The seams as found in source, and why they cannot be used."""
+        resolution = resolve(self.source, self.targets)
+        problems = list(resolution.problems)
+        if not self._trusts_changed_source():
+            problems += [f"{line}; set {ALLOW_CHANGED_SOURCE_ENV}=1 to trust it" for line in resolution.changed]
+        return resolution, problems
 
     def apply(self) -> None:
         """Wrap every seam; on any failure none stays wrapped. Applying twice is applying once.
 
         Raises:
-            SeamError: a symbol was replaced by somebody else, or its module does not hold it.
+            SeamError: a seam cannot be used as :meth:`resolve` says, a symbol was replaced by somebody else, or its
+                module does not hold it; every problem is listed.
         """
         if self.active:
             return
         if self.resolution is None:
             self.resolve()
+        assert self.resolution is not None
+        if problems := self._taken(self.resolution):
+            raise SeamError(problems)
         by_module: dict[str, list[Patch]] = {}
         for patch in self.patches:
             by_module.setdefault(self.targets[patch.seam].module, []).append(patch)
         loaded = {name for name in by_module if _fully_imported(name)}
-        problems = [p for name in loaded for patch in by_module[name] if (p := self._live_problem(patch, name))]
-        if problems:
-            raise SeamError(problems)
         self.active = True
         try:
             for name, patches in by_module.items():
@@ -221,74 +260,115 @@ class PatchSet:
             self.undo()
             raise
 
+    def _taken(self, resolution: Resolution) -> list[str]:
+        """Seams of imported modules that somebody else has taken, and those that a REPLACE hook is registered for."""
+        if self.active:
+            return []
+        wrapped = {patch.seam for patch in self.patches}
+        problems = []
+        for seam, target in self.targets.items():
+            if seam in resolution.definitions and _fully_imported(target.module):
+                check = self._live_problem if seam in wrapped else self._replaced
+                problems.append(check(seam, resolution))
+        return [problem for problem in problems if problem is not None] + self._replace_hooks()
+
     def _after_import(self, patches: tuple[Patch, ...], module: types.ModuleType) -> None:
         if not self.active or patches[0].seam in self._applied:
             return  # undone before the module was imported; wrapt cannot unregister a hook
-        problems = [p for patch in patches if (p := self._live_problem(patch, module.__name__))]
+        assert self.resolution is not None
+        problems = [p for patch in patches if (p := self._live_problem(patch.seam, self.resolution))]
         if problems:
             # An import hook cannot report to anybody else, and stock code must not run half patched.
             raise SystemExit(str(SeamError(problems)))
         self._patch_module(patches, module)
 
-    def _live_problem(self, patch: Patch, module: str) -> str | None:
+    def _live_problem(self, seam: str, resolution: Resolution) -> str | None:
         """Why the imported symbol cannot be wrapped: it is absent, or not the function that was read in source."""
-        target = self.targets[patch.seam]
+        target = self.targets[seam]
         try:
-            original = wrapt.resolve_path(module, target.qualname)[2]
+            original = wrapt.resolve_path(target.module, target.qualname)[2]
         except AttributeError:
-            return f"{patch.seam}: missing: {target.path} is not defined in the imported module"
-        function = _underlying(original)
-        if function is None or not self._is_stock(patch.seam, function):
-            return (
-                f"{patch.seam}: already patched: {target.path} is {original!r}, not the function of SGLang "
-                f"{self.source.version}; another plugin or patch replaced it: remove one of the two"
-            )
+            return f"{seam}: missing: {target.path} is not defined in the imported module"
+        for link in _chain(original):
+            function = _underlying(link)
+            if function is not None and self._is_stock(seam, function, resolution):
+                return None
+            if type(link) not in _HOLDERS and not _is_pass_through(link):
+                break
+        return (
+            f"{seam}: already patched: {target.path} is {original!r}, not the function of SGLang "
+            f"{self.source.version}; another plugin or patch replaced it: remove one of the two"
+        )
+
+    def _replaced(self, seam: str, resolution: Resolution) -> str | None:
+        """Whether somebody else has replaced an imported symbol; wrappers around the stock function are allowed."""
+        target = self.targets[seam]
+        try:
+            function = _stock_function(wrapt.resolve_path(target.module, target.qualname)[2])
+        except AttributeError:
+            return f"{seam}: missing: {target.path} is not defined in the imported module"
+        if function is None or not self._is_stock(seam, function, resolution):
+            return f"{seam}: replaced: {target.path} no longer leads to the function of SGLang"
         return None
 
-    def _foreign_problems(self) -> list[str]:
-        """Seams, wrapped or relied on, that somebody else has replaced; wrappers around stock code are allowed."""
-        problems = []
+    def _replace_hooks(self) -> list[str]:
+        """Seams that another plugin's REPLACE hook is registered for."""
         replaced = _foreign_replacements()
-        for seam, target in self.targets.items():
-            importlib.import_module(target.module)
-            function = _stock_function(wrapt.resolve_path(target.module, target.qualname)[2])
-            if function is None or not self._is_stock(seam, function):
-                problems.append(f"{seam}: replaced: {target.path} no longer leads to the function of SGLang")
-            for path, source in replaced.items():
-                if target.path == path or target.path.startswith(path + "."):
-                    problems.append(f"{seam}: replaced: {path} has a REPLACE hook from {source}")
-        return problems
+        return [
+            f"{seam}: replaced: {path} has a REPLACE hook from {source}"
+            for seam, target in self.targets.items()
+            for path, source in replaced.items()
+            if target.path == path or target.path.startswith(path + ".")
+        ]
 
-    def _is_stock(self, seam: str, function: types.FunctionType) -> bool:
+    def _is_stock(self, seam: str, function: types.FunctionType, resolution: Resolution) -> bool:
         """Whether a function is the one that was read in source."""
-        assert self.resolution is not None
         file = self.source.file_of(self.targets[seam].module).name
         return (
-            function.__code__.co_firstlineno == self.resolution.definitions[seam].first_line
+            function.__code__.co_firstlineno == resolution.definitions[seam].first_line
             and os.path.basename(function.__code__.co_filename) == file
         )
 
     def _patch_module(self, patches: Iterable[Patch], module: types.ModuleType) -> None:
-        for patch in patches:
-            owner, attribute, original = wrapt.resolve_path(module, self.targets[patch.seam].qualname)
-            own = not isinstance(owner, type) or attribute in vars(owner)
-            wrapped = wrapt.FunctionWrapper(original, patch.wrapper)
-            setattr(owner, attribute, wrapped)
-            self._applied[patch.seam] = _Applied(owner, attribute, original, wrapped, own)
-            if isinstance(owner, types.ModuleType):
-                _rebind_copies(original, wrapped)
+        done: list[str] = []
+        try:
+            for patch in patches:
+                owner, attribute, original = wrapt.resolve_path(module, self.targets[patch.seam].qualname)
+                own = not isinstance(owner, type) or attribute in vars(owner)
+                wrapped, wrapper, switch = _wrap(original, patch.wrapper)
+                # Noted first: undo finds out whether the symbol holds it.
+                self._applied[patch.seam] = _Applied(owner, attribute, original, wrapped, wrapper, own, switch)
+                done.append(patch.seam)
+                setattr(owner, attribute, wrapped)
+                if isinstance(owner, types.ModuleType):
+                    _rebind_copies(original, wrapped)
+        except BaseException:
+            self._remove(done)
+            raise
 
     def undo(self) -> None:
-        """Put back the very objects that were there, copies included. Undoing twice is undoing once."""
+        """Put back the very objects that were there, copies in modules included. Undoing twice is undoing once.
+
+        What somebody else has put over a wrapper since stays in place, and the wrapper under it does nothing any more.
+        """
         self.active = False
-        for applied in reversed(list(self._applied.values())):
-            if applied.own:
-                setattr(applied.owner, applied.attribute, applied.original)
-            else:
-                delattr(applied.owner, applied.attribute)
+        self._remove(list(self._applied))
+
+    def _remove(self, seams: Sequence[str]) -> None:
+        for seam in reversed(seams):
+            applied = self._applied.pop(seam)
+            applied.switch.on = False
+            current = vars(applied.owner).get(applied.attribute)
+            if current is applied.wrapped:
+                if applied.own:
+                    setattr(applied.owner, applied.attribute, applied.original)
+                else:
+                    delattr(applied.owner, applied.attribute)
+            elif current is not applied.original:
+                path = self.targets[seam].path
+                logger.info("CP shared KV: %s was patched by somebody else since and stays so: %r", path, current)
             if isinstance(applied.owner, types.ModuleType):
                 _rebind_copies(applied.wrapped, applied.original)
-        self._applied.clear()
 
     def attest(self) -> None:
         """Prove that every seam is in place in this process, importing the modules that are not there yet.
@@ -296,21 +376,56 @@ class PatchSet:
         Raises:
             SeamError: a symbol does not lead to the wrapper, a stale copy is left, or a foreign hook replaces it.
         """
-        problems = self._foreign_problems()
+        for target in self.targets.values():
+            importlib.import_module(target.module)
+        assert self.resolution is not None
+        problems = [problem for seam in self.targets if (problem := self._replaced(seam, self.resolution))]
+        problems += self._replace_hooks()
         for patch in self.patches:
             target = self.targets[patch.seam]
-            importlib.import_module(target.module)
             applied = self._applied.get(patch.seam)
             if applied is None:
                 problems.append(f"{patch.seam}: not patched: {target.path} was never reached")
                 continue
-            current = wrapt.resolve_path(target.module, target.qualname)[2]
-            if not any(_is_wrapper(link, applied.wrapped) for link in _chain(current)):
+            try:
+                current = wrapt.resolve_path(target.module, target.qualname)[2]
+            except AttributeError:
+                continue  # reported as missing above
+            if not any(_is_wrapper(link, applied.wrapper) for link in _chain(current)):
                 problems.append(f"{patch.seam}: lost: {target.path} no longer leads to this plugin's wrapper")
-            if isinstance(applied.owner, types.ModuleType):
-                _rebind_copies(applied.original, applied.wrapped)  # copies made while its module was importing
+            elif isinstance(applied.owner, types.ModuleType):
+                _rebind_copies(applied.original, current)  # copies made while its module was importing
         if problems:
             raise SeamError(problems)
+
+
+def _wrap(original: Any, wrapper: Wrapper) -> tuple[Any, wrapt.FunctionWrapper, _Switch]:
+    """What takes the place of ``original``, the wrapper in it, and its switch.
+
+    A class or static method stays one, with the wrapper inside: SGLang's ``HookRegistry`` takes the function out of
+    such a method to wrap it, and would lose a wrapper around the method.
+    """
+    switch = _Switch()
+    if type(original) is classmethod:
+        inner = wrapt.FunctionWrapper(original.__func__, _with_class(wrapper), switch)
+        return classmethod(inner), inner, switch
+    if type(original) is staticmethod:
+        inner = wrapt.FunctionWrapper(original.__func__, wrapper, switch)
+        return staticmethod(inner), inner, switch
+    whole = wrapt.FunctionWrapper(original, wrapper, switch)
+    return whole, whole, switch
+
+
+def _with_class(wrapper: Wrapper) -> Wrapper:
+    """The wrapper of a class method, called alike by all Python releases: with the class as the instance."""
+
+    def call(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if instance is None:  # the class comes as the first argument: Python 3.13, and HookRegistry's wrappers
+            instance, args = args[0], args[1:]
+            wrapped = functools.partial(wrapped, instance)
+        return wrapper(wrapped, instance, args, kwargs)
+
+    return call
 
 
 def _stock_function(value: Any) -> types.FunctionType | None:
@@ -319,6 +434,19 @@ def _stock_function(value: Any) -> types.FunctionType | None:
     for link in _chain(value):
         function = _underlying(link) or function
     return function
+
+
+def _is_pass_through(link: Any) -> bool:
+    """Whether ``link`` calls what it wraps: a wrapper of SGLang's ``HookRegistry``, or one of ours that is off.
+
+    The registry's REPLACE hooks do not call it; :func:`_foreign_replacements` knows them.
+    """
+    switch = getattr(link, "_self_enabled", None)
+    if isinstance(switch, _Switch):
+        return not switch.on
+    registry = sys.modules.get(HOOK_REGISTRY)
+    function = _underlying(link)
+    return registry is not None and function is not None and function.__globals__ is vars(registry)
 
 
 def _is_wrapper(link: Any, wrapper: Any) -> bool:
@@ -344,11 +472,12 @@ def _rebind_copies(old: Any, new: Any) -> None:
 
 def _foreign_replacements() -> dict[str, str]:
     """Paths that another plugin replaces through SGLang's ``HookRegistry``, with that plugin's name."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+    registry = sys.modules.get(HOOK_REGISTRY)
     found: dict[str, str] = {}
-    for path, hooks in HookRegistry._hooks.items():
+    if registry is None:
+        return found
+    for path, hooks in registry.HookRegistry._hooks.items():
         for hook_type, hook, source in hooks:
-            if hook_type is HookType.REPLACE:
+            if hook_type is registry.HookType.REPLACE:
                 found[path] = getattr(source, "plugin_name", None) or str(getattr(hook, "__module__", "unknown"))
     return found

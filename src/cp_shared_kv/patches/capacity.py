@@ -107,6 +107,7 @@ def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
     pool = CPSharedNSATokenToKVPool.adopt(
         runner.token_to_kv_pool, layout=layout, workspace_pages=pages, gather=PageGather(group)
     )
+    pool.self_check()
     pool.divergence_guard = DivergenceGuard(group, check_every())
     runner.token_to_kv_pool = pool
     runner.token_to_kv_pool_allocator = CPSharedPagedTokenToKVPoolAllocator(

@@ -1,31 +1,29 @@
-"""Prefill queue: answer a rejected request with its error, on the prefill and on the decode side.
+"""Prefill queue: a request that ends before it is computed ends with its error, on the prefill and the decode side.
 
 Stock replaces the prompt of a rejected request by one token and lets it run; in a disaggregated deployment decode then
-answers 200 with an unrelated text. Here the client of the prefill server gets the error at once, and decode is told as
-soon as it has announced itself for the request.
+answers 200 with an unrelated text. A request that is aborted while it waits is dropped, and decode waits for it until
+its timeout. Here the client of the prefill server gets the error at once, and decode is told as soon as it has
+announced itself for the request.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from cp_shared_kv.patches import Patch, PatchGroup, argument
-from cp_shared_kv.patches.transfer import fail_request, layout_of, request_problem, tell_decode_failed
-
-REJECTED_ATTRIBUTE = "_cp_shared_kv_rejected"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rejected:
-    """A request that was answered here and that decode may still announce itself for."""
-
-    room: int
-    sender: Any
-    until: float
+from cp_shared_kv.patches.transfer import (
+    abort_before_sending,
+    forget_room,
+    layout_of,
+    logger,
+    refuse_request,
+    request_problem,
+    sending_of,
+    tell_decode_failed,
+)
 
 
 def _queue_add(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -35,24 +33,30 @@ def _queue_add(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...]
     queue, req = instance, argument(args, kwargs, 0, "req")
     if layout_of(queue.kv_manager) is None:
         return wrapped(*args, **kwargs)
+    room = req.bootstrap_room
     if not isinstance(req.to_finish, FINISH_ABORT):
-        _forget(queue, req.bootstrap_room)
+        _take_over(queue.kv_manager, room)
         return wrapped(*args, **kwargs)
     reason = req.to_finish.message
-    if req.bootstrap_host != FAKE_BOOTSTRAP_HOST and not _is_live(queue, req.bootstrap_room):
-        _forget(queue, req.bootstrap_room)
+    if req.bootstrap_host != FAKE_BOOTSTRAP_HOST and not _is_live(queue, room):
+        _take_over(queue.kv_manager, room)
         wrapped(*args, **kwargs)  # makes the sender, which waits for decode
         if queue.queue and queue.queue[-1] is req:
             queue.queue.pop()
-            rejected = _Rejected(
-                req.bootstrap_room, req.disagg_kv_sender, time.monotonic() + queue.kv_manager.bootstrap_timeout
-            )
-            if not hasattr(queue, REJECTED_ATTRIBUTE):
-                setattr(queue, REJECTED_ATTRIBUTE, [])
-            getattr(queue, REJECTED_ATTRIBUTE).append(rejected)
+            abort_before_sending(req.disagg_kv_sender)
     prepare_abort(req, reason, status_code=req.to_finish.status_code or HTTPStatus.BAD_REQUEST)
     queue.scheduler.stream_output([req], req.return_logprob)
     return None
+
+
+def _take_over(manager: Any, room: int) -> None:
+    """Settle an earlier request whose room a new one takes over: the room's status is the new one's from now on."""
+    sending = sending_of(manager)
+    assert sending is not None
+    if room in sending.unanswered:
+        if tell_decode_failed(manager, room):
+            forget_room(manager, room)
+        sending.unanswered.discard(room)
 
 
 def _is_live(queue: Any, room: int) -> bool:
@@ -65,26 +69,34 @@ def _is_live(queue: Any, room: int) -> bool:
     return any(req.bootstrap_room == room and not req.finished() for req in requests)
 
 
-def _forget(queue: Any, room: int) -> None:
-    """Settle rejected requests whose room a new request takes over: the room's status is the new one's from now on."""
-    waiting = getattr(queue, REJECTED_ATTRIBUTE, [])
-    for entry in [entry for entry in waiting if entry.room == room]:
-        waiting.remove(entry)
-        _end(queue, entry)
-
-
 def _queue_pop_bootstrapped(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    queue = instance
-    waiting = getattr(queue, REJECTED_ATTRIBUTE, None)
-    if waiting:
-        setattr(queue, REJECTED_ATTRIBUTE, [entry for entry in waiting if not _settle(queue, entry)])
+    queue, manager = instance, instance.kv_manager
+    sending = sending_of(manager)
+    if sending is None:
+        return wrapped(*args, **kwargs)
+    for room in sending.unanswered.settle(lambda room: tell_decode_failed(manager, room)):
+        forget_room(manager, room)
     result = wrapped(*args, **kwargs)
-    if layout_of(queue.kv_manager) is not None:
-        bootstrapped = result[0] if isinstance(result, tuple) else result
-        bootstrapped[:] = [req for req in bootstrapped if not _failed_for_its_pages(queue, req)]
+    bootstrapped = result[0] if isinstance(result, tuple) else result
+    bootstrapped[:] = [req for req in bootstrapped if not _failed_for_its_pages(queue, req)]
+    for req in bootstrapped:
+        sending.until[req.bootstrap_room] = time.monotonic() + sending.patience_s
+        _reopen_sessions(manager, req.bootstrap_room)
     return result
+
+
+def _reopen_sessions(manager: Any, room: int) -> None:
+    """Take the decode ranks of a request for alive again: they have announced themselves since a write failed."""
+    for info in list(manager.transfer_infos.get(room, {}).values()):
+        session = info.mooncake_session_id
+        with manager.session_lock:
+            if session not in manager.failed_sessions:
+                continue
+            manager.failed_sessions.discard(session)
+            manager.session_failures.pop(session, None)
+        logger.info("CP shared KV: decode session %s is taken for alive again, it has asked for room %s", session, room)
 
 
 def _failed_for_its_pages(queue: Any, req: Any) -> bool:
@@ -99,32 +111,24 @@ def _failed_for_its_pages(queue: Any, req: Any) -> bool:
     problem = request_problem(manager, room, len(req.origin_input_ids), req.start_send_idx)
     if problem is None:
         return False
-    fail_request(manager, room, problem)
-    req.disagg_kv_sender.clear()
+    refuse_request(manager, room, problem)
+    abort_before_sending(req.disagg_kv_sender)
     release_req_to_metadata_buffer(req, queue.req_to_metadata_buffer_idx_allocator)
     prepare_abort(req, problem, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
     queue.scheduler.stream_output([req], req.return_logprob)
     return True
 
 
-def _settle(queue: Any, entry: _Rejected) -> bool:
-    """End a rejected request once decode is known or its time is over; True when it is done with."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
-    status = queue.kv_manager.request_status.get(entry.room, KVPoll.Failed)
-    if status == KVPoll.Bootstrapping and time.monotonic() < entry.until:
-        return False
-    _end(queue, entry)
-    return True
-
-
-def _end(queue: Any, entry: _Rejected) -> None:
-    """Tell decode, where it has announced itself, and drop what is kept for the room."""
-    from sglang.srt.disaggregation.base.conn import KVPoll
-
-    if queue.kv_manager.request_status.get(entry.room) == KVPoll.WaitingForInput:
-        tell_decode_failed(queue.kv_manager, entry.room)
-    entry.sender.clear()
+def _abort_request(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scheduler = instance
+    waiting = list(scheduler.waiting_queue)
+    result = wrapped(*args, **kwargs)
+    left = {id(req) for req in scheduler.waiting_queue}
+    for req in waiting:
+        sender = getattr(req, "disagg_kv_sender", None)
+        if id(req) not in left and sending_of(getattr(sender, "kv_mgr", None)) is not None and hasattr(sender, "abort"):
+            abort_before_sending(sender)  # every rank drops the request in the same turn, and nothing was sent of it
+    return result
 
 
 GROUP = PatchGroup(
@@ -139,9 +143,16 @@ GROUP = PatchGroup(
         Patch(
             "prefill.queue_pop_bootstrapped",
             _queue_pop_bootstrapped,
-            why="decode announces itself after the request was rejected and would wait until its timeout; a request "
-            "that does not fit decode's pages is failed before it is computed",
+            why="decode announces itself after a request was rejected or aborted and would wait until its timeout; a "
+            "request that does not fit decode's pages is failed before it is computed; one failed write would refuse a "
+            "decode server for good",
             until="SGLang answers rejected requests with their error in disaggregated mode, on both sides",
+        ),
+        Patch(
+            "scheduler.abort_request",
+            _abort_request,
+            why="stock drops a waiting request without a word to decode, which waits for it until its timeout",
+            until="SGLang tells decode when a waiting request is aborted",
         ),
     ),
 )

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from cp_shared_kv.gate import BOTH, role_of
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 
 logger = logging.getLogger("cp_shared_kv")
@@ -26,6 +27,8 @@ def _init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwa
     server_args = argument(args, kwargs, 0, "server_args")
     attest_scheduler(server_args)
     result = wrapped(*args, **kwargs)
+    if role_of(server_args) == "decode":
+        return result
     scheduler = instance
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     # Stock rejects only from `max_req_input_len` on, and with truncation allowed serves exactly that length.
@@ -42,6 +45,7 @@ def _init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwa
 
 GROUP = PatchGroup(
     name="scheduler",
+    roles=BOTH,
     patches=(
         Patch(
             "scheduler.init",

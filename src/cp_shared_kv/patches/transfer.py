@@ -3,6 +3,10 @@
 ``MooncakeKVSender.send`` and the transfer worker stay stock: the sender counts whole chunks, so it knows the last one,
 and asks ``filter_kv_indices_for_cp_rank`` for this rank's part. That function now answers with physical pages and an
 array of positions where stock answers with a slice. Index-K pages are filtered where they are paired with decode's.
+
+A failure is noted by the rank that has it, and decode hears of it only when no rank writes for the request any more: it
+then gives the pages to another request. The scheduler's poll, a collective, shows a failure to all ranks in one turn;
+from there each rank drops what it has queued, and the request ends in the turn in which all ranks are found quiet.
 """
 
 from __future__ import annotations
@@ -10,29 +14,60 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 import types
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.plan import ceil_div
+from cp_shared_kv.rooms import TransferThread, UnansweredRooms
 from cp_shared_kv.transfer import chunk_problem, split_chunk, split_state
 
 logger = logging.getLogger("cp_shared_kv")
 
-LAYOUT_ATTRIBUTE = "_cp_shared_kv_layout"
+STATE_ATTRIBUTE = "_cp_shared_kv_sending"
 #: How long a status message may take to leave; a busy host can stall a send for seconds.
 LINGER_MS = 60_000
-FAILED_STATE_ATTRIBUTE = "_cp_shared_kv_failed_state"
+
+
+@dataclass
+class Sending:
+    """What shared KV keeps on a prefill rank's manager.
+
+    Attributes:
+        layout: placement, with this rank's number.
+        unanswered: requests that ended before decode announced itself for them.
+        patience_s: how long decode waits for a request's pages; nothing is written for it afterwards.
+        threads: the manager's transfer threads.
+        until: room -> ``time.monotonic()`` from which on nothing is written for it.
+        failed_state: requests and decode sessions whose index-K could not be sent.
+    """
+
+    layout: CpSharedKVLayout
+    unanswered: UnansweredRooms
+    patience_s: float
+    threads: list[TransferThread] = field(default_factory=list)
+    until: dict[int, float] = field(default_factory=dict)
+    failed_state: set[tuple[int, str]] = field(default_factory=set)
+
+
+def sending_of(manager: Any) -> Sending | None:
+    """State of a prefill manager whose pool is shared; None for decode managers and pools of one rank."""
+    return getattr(manager, STATE_ATTRIBUTE, None)
 
 
 def layout_of(manager: Any) -> CpSharedKVLayout | None:
     """Layout of a prefill manager whose pool is shared; None for decode managers and pools of one rank."""
-    return getattr(manager, LAYOUT_ATTRIBUTE, None)
+    sending = sending_of(manager)
+    return None if sending is None else sending.layout
 
 
 def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -53,8 +88,14 @@ def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     layout = CpSharedKVLayout(
         page_size=instance.kv_args.page_size, cp_size=instance.attn_cp_size, cp_rank=instance.attn_cp_rank
     )
-    setattr(instance, FAILED_STATE_ATTRIBUTE, set())
-    setattr(instance, LAYOUT_ATTRIBUTE, layout)
+    from sglang.srt.environ import envs
+
+    sending = Sending(
+        layout, UnansweredRooms(instance.bootstrap_timeout), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+    )
+    setattr(instance, STATE_ATTRIBUTE, sending)
+    # A request that ends while stock's thread notes an announcement for it would be a KeyError, and that thread's end.
+    instance.transfer_infos = defaultdict(dict)
 
 
 def _filter_kv_indices(
@@ -96,10 +137,8 @@ def _record_transfer_indices(
     return result
 
 
-def fail_request(manager: Any, room: int, reason: str) -> None:
-    """Fail a request on this rank and tell decode.
-
-    Called on the scheduler thread. The manager's sockets belong to its transfer threads, so this uses its own.
+def note_failure(manager: Any, room: int, reason: str) -> None:
+    """Fail a request on this rank; the next poll shows it to all ranks.
 
     Args:
         manager: the prefill side's ``MooncakeKVManager``.
@@ -108,19 +147,31 @@ def fail_request(manager: Any, room: int, reason: str) -> None:
     """
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    COUNTERS.add(transfers_refused=1)
     logger.error("CP shared KV: request with bootstrap room %s fails: %s", room, reason)
     manager.record_failure(room, reason)
     manager.update_status(room, KVPoll.Failed)
-    tell_decode_failed(manager, room)
-    manager.transfer_infos.pop(room, None)  # chunks that are still queued find no destination and are dropped
 
 
-def tell_decode_failed(manager: Any, room: int) -> None:
-    """Send every decode rank of a request the status Failed, from sockets of this thread."""
+def refuse_request(manager: Any, room: int, reason: str) -> None:
+    """:func:`note_failure` of a request that does not fit what decode registered for it."""
+    COUNTERS.add(transfers_refused=1)
+    note_failure(manager, room, reason)
+
+
+def tell_decode_failed(manager: Any, room: int) -> bool:
+    """Send every decode rank of a request the status Failed, from sockets of this thread.
+
+    The manager's sockets belong to its transfer threads.
+
+    Returns:
+        False, with nothing sent, where some decode ranks have yet to announce themselves.
+    """
     import zmq
     from sglang.srt.disaggregation.base.conn import KVPoll
 
+    infos = list(manager.transfer_infos.get(room, {}).values())
+    if not infos or len(infos) < infos[0].required_dst_info_num:
+        return False
     context = zmq.Context()
     opened: list[Any] = []
 
@@ -138,7 +189,7 @@ def tell_decode_failed(manager: Any, room: int) -> None:
     rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
     rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
     sync = type(manager).sync_status_to_decode_endpoint
-    for info in list(manager.transfer_infos.get(room, {}).values()):
+    for info in infos:
         if not info.is_dummy:
             sync(sender, info.endpoint, info.dst_port, info.room, KVPoll.Failed, rank)
     for socket in opened:
@@ -148,6 +199,127 @@ def tell_decode_failed(manager: Any, room: int) -> None:
         threading.Thread(target=context.term, daemon=True).start()
     else:
         context.term()
+    return True
+
+
+def forget_room(manager: Any, room: int) -> None:
+    """Drop whatever a manager keeps for a request that is over."""
+    manager.request_status.pop(room, None)
+    manager.req_to_decode_prefix_len.pop(room, None)
+    manager.transfer_infos.pop(room, None)
+    with manager.failure_lock:
+        manager.failure_records.pop(room, None)
+
+
+def abort_before_sending(sender: Any) -> None:
+    """End a request nothing was sent of, and tell decode, now or when it announces itself.
+
+    Args:
+        sender: the request's ``MooncakeKVSender``.
+    """
+    sender.abort()
+    sender.clear()
+    with sender.kv_mgr.failure_lock:
+        sender.kv_mgr.failure_records.pop(sender.bootstrap_room, None)
+
+
+def _is_over(manager: Any, room: int) -> bool:
+    """Whether nothing more is to be written for a room: it has failed, has ended, or decode waits no longer."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    sending = sending_of(manager)
+    assert sending is not None
+    if manager.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
+        return True
+    if time.monotonic() > sending.until.get(room, float("inf")):
+        note_failure(manager, room, f"decode has waited for {sending.patience_s} s and may have given its pages away")
+        return True
+    return False
+
+
+def _transfer_worker(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    manager, sending = instance, sending_of(instance)
+    if sending is None:
+        return wrapped(*args, **kwargs)
+    queue, executor = argument(args, kwargs, 0, "queue"), argument(args, kwargs, 1, "executor")
+    thread = TransferThread(queue, executor, lambda room: _is_over(manager, room))
+    sending.threads.append(thread)
+    while True:
+        try:
+            return wrapped(thread, thread)
+        except Exception as error:
+            room = thread.room
+            thread.finish()
+            if room is None:
+                raise
+            logger.exception("CP shared KV: a transfer thread goes on after an error")
+            cause = error.__context__ or error  # stock's own text says that the server is dead
+            note_failure(manager, room, f"the transfer failed: {type(cause).__name__}: {cause}")
+
+
+def _sync_status(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    if layout_of(instance) is not None and argument(args, kwargs, 3, "status") == KVPoll.Failed:
+        return None  # decode is told when all ranks are quiet
+    return wrapped(*args, **kwargs)
+
+
+def _poll(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    polls = wrapped(*args, **kwargs)
+    senders = argument(args, kwargs, 0, "pollers")
+    failed = [
+        i
+        for i, sender in enumerate(senders)
+        if polls[i] == KVPoll.Failed and layout_of(getattr(sender, "kv_mgr", None)) is not None
+    ]
+    if not failed:
+        return polls
+    quiet = torch.tensor([_stop_writing(senders[i]) for i in failed], dtype=torch.uint8)
+    torch.distributed.all_reduce(
+        quiet, op=torch.distributed.ReduceOp.MIN, group=argument(args, kwargs, 1, "attn_cp_cpu_group")
+    )
+    for i, everywhere in zip(failed, quiet.tolist(), strict=True):
+        if not everywhere:
+            polls[i] = KVPoll.Transferring if _has_begun(senders[i]) else KVPoll.Bootstrapping
+    return polls
+
+
+def _has_begun(sender: Any) -> bool:
+    """Whether the request has left the bootstrap queue, for which decode has announced itself."""
+    return getattr(sender, "num_kv_indices", None) is not None
+
+
+def _stop_writing(sender: Any) -> bool:
+    """Drop what is queued of a request that failed on some rank; True when nothing is being written for it here."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    sending = sending_of(sender.kv_mgr)
+    assert sending is not None
+    sender.conclude_state = KVPoll.Failed  # also where this rank was done: the group's verdict counts
+    sender.kv_mgr.update_status(sender.bootstrap_room, KVPoll.Failed)
+    done = [thread.drop(sender.bootstrap_room) for thread in sending.threads]
+    return all(done)
+
+
+def _sender_clear(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    sender, manager, room = instance, instance.kv_mgr, instance.bootstrap_room
+    sending = sending_of(manager)
+    if sending is None:
+        return wrapped(*args, **kwargs)
+    sending.until.pop(room, None)
+    told = sender.conclude_state != KVPoll.Failed or tell_decode_failed(manager, room)
+    announced = dict(manager.transfer_infos.get(room, {}))
+    result = wrapped(*args, **kwargs)
+    if not told and not _has_begun(sender):
+        sending.unanswered.add(room)
+        if announced:
+            manager.transfer_infos[room].update(announced)
+    return result
 
 
 def _add_transfer_request(
@@ -166,7 +338,7 @@ def _add_transfer_request(
     infos = list(manager.transfer_infos.get(room, {}).values())
     problem = chunk_problem(positions.stop, state, infos)
     if problem is not None:
-        fail_request(manager, room, problem)
+        refuse_request(manager, room, problem)
         return None
     return wrapped(*args, **kwargs)
 
@@ -199,19 +371,18 @@ def _send_kvcache(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
 
 
 def _maybe_send_extra(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    manager, layout = instance, layout_of(instance)
-    if layout is None:
+    manager, sending = instance, sending_of(instance)
+    if sending is None:
         return wrapped(*args, **kwargs)
     req = argument(args, kwargs, 0, "req")
-    failed = getattr(manager, FAILED_STATE_ATTRIBUTE)
     try:
-        rc, pages = _send_owned_state(wrapped, manager, layout, req, args, kwargs)
+        rc, pages = _send_owned_state(wrapped, manager, sending.layout, req, args, kwargs)
     except Exception:
         # An exception would kill this transfer thread and hang every later request on it.
         logger.exception("CP shared KV: sending index-K of bootstrap room %s failed", req.room)
         rc, pages = -1, 0
     if rc != 0:
-        failed.add((req.room, req.mooncake_session_id))
+        sending.failed_state.add((req.room, req.mooncake_session_id))
         manager.record_failure(req.room, f"Failed to send index-K pages of {req.room}")
     else:
         COUNTERS.add(state_pages_sent=pages, state_bytes_sent=pages * manager.state_item_lens_sum)
@@ -248,9 +419,9 @@ def _send_owned_state(
 
 def _send_aux(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     req = argument(args, kwargs, 0, "req")
-    failed = getattr(instance, FAILED_STATE_ATTRIBUTE, None)
-    if failed and (key := (req.room, req.mooncake_session_id)) in failed:
-        failed.discard(key)
+    sending = sending_of(instance)
+    if sending is not None and (key := (req.room, req.mooncake_session_id)) in sending.failed_state:
+        sending.failed_state.discard(key)
         return -1
     return wrapped(*args, **kwargs)
 
@@ -302,6 +473,40 @@ GROUP = PatchGroup(
             why="stock ignores the return code of the state transfer; failing the aux transfer fails the request",
             until="SGLang heeds the return code of the state transfer (0.5.23)",
         ),
+        Patch(
+            "transfer.transfer_worker",
+            _transfer_worker,
+            why="chunks of a request that has failed are still written, nobody can tell which request a thread writes "
+            "for, and an exception ends the thread",
+            until="SGLang drops chunks of failed requests and can tell when none is being written",
+        ),
+        Patch(
+            "transfer.sync_status",
+            _sync_status,
+            why="a rank that fails tells decode at once, which gives away pages that other ranks still write to",
+            until="SGLang tells decode of a failure when no prefill rank writes for the request any more",
+        ),
+        Patch(
+            "transfer.poll",
+            _poll,
+            why="a failed request must not end before all ranks have stopped writing for it",
+            until="SGLang tells decode of a failure when no prefill rank writes for the request any more",
+        ),
+        Patch(
+            "transfer.sender_clear",
+            _sender_clear,
+            why="decode is told of a failed request when it ends, or when it announces itself for it later",
+            until="SGLang tells decode of a failure when no prefill rank writes for the request any more",
+        ),
     ),
-    relies_on=("transfer.transfer_worker", "transfer.sender_send", "transfer.sync_status", "prefill.send_kv_chunk"),
+    relies_on=(
+        "transfer.queue_put",
+        "transfer.queue_get",
+        "transfer.start_prefill_thread",
+        "transfer.update_status",
+        "transfer.sender_abort",
+        "transfer.sender_send",
+        "prefill.send_kv_chunk",
+        "prefill.process_inflight_queue",
+    ),
 )

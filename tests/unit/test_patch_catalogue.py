@@ -1,0 +1,125 @@
+"""``docs/patches.md`` is what the patches, the release table and the reasons say today."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import cp_shared_kv
+from cp_shared_kv.patches import arguments, builtin_groups, catalogue
+from cp_shared_kv.releases import RELEASES, Release, release_for
+from cp_shared_kv.seams import SourceTree
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "patches.md"
+OURS = Path(cp_shared_kv.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return catalogue.render()
+
+
+def test_the_page_in_docs_is_current(page: str) -> None:
+    assert PAGE.read_text(encoding="utf-8") == page, f"docs/patches.md is stale, run: {catalogue.COMMAND}"
+
+
+def test_the_command_prints_the_page_without_sglang_and_without_an_accelerator(page: str) -> None:
+    code = (
+        "import runpy, sys; sys.modules['sglang'] = None; "
+        "runpy.run_module('cp_shared_kv.patches.catalogue', run_name='__main__')"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, page), done.stderr
+    assert catalogue.COMMAND == "python -m cp_shared_kv.patches.catalogue > docs/patches.md"
+
+
+def test_every_patch_is_listed_with_its_reason_and_its_end(page: str) -> None:
+    for group in (*builtin_groups(), arguments.GROUP):
+        section = page.split(f"\n## {group.name}\n")[1].split("\n## ")[0]
+        for patch in group.patches:
+            assert f"### `{patch.seam}`: wrap\n\n- Why: {patch.why}.\n- Can go when: {patch.until}.\n" in section
+        for seam in group.relies_on:
+            dependency = catalogue.DEPENDENCIES[group.name][seam]
+            assert f"### `{seam}`: {dependency.kind}\n\n- Why: {dependency.why}.\n" in section
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.versions[0])
+def test_every_seam_and_argument_name_of_a_release_is_listed_as_the_table_has_it(page: str, release: Release) -> None:
+    for target in release.targets.values():
+        row = f"| `{target.path}` | `{', '.join(target.parameters)}` | `{target.fingerprint}` |"
+        assert f"| {', '.join(release.versions)} {row}" in page
+    for name, value in vars(release.arguments).items():
+        assert f"| `{name}` |" in page
+        assert f"| `{value}` |" in page
+
+
+def test_a_second_release_gets_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = RELEASES[0]
+    seam, target = next(iter(first.targets.items()))
+    later = replace(first, versions=("9.0", "9.1"), targets={seam: replace(target, fingerprint="f" * 16)})
+    monkeypatch.setattr(catalogue, "RELEASES", (*RELEASES, later))
+    text = catalogue.render()
+    assert text.count("| 9.0, 9.1 | ") == 1
+    assert f"| 9.0, 9.1 | `{target.path}` |" in text
+    assert f"| name here | {', '.join(first.versions)} | 9.0, 9.1 |" in text
+
+
+def test_every_seam_that_is_not_wrapped_has_a_reason_and_every_reason_a_seam() -> None:
+    assert catalogue.undocumented() == []
+
+
+def test_a_seam_without_a_reason_and_a_reason_without_a_seam_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {**catalogue.DEPENDENCIES, "attention": {"attention.gone": catalogue.Dependency("relies on", "a test")}}
+    monkeypatch.setattr(catalogue, "DEPENDENCIES", reasons)
+    named = ["attention: attention.forward_extend", "attention: attention.gone"]
+    assert catalogue.undocumented() == named
+    with pytest.raises(LookupError, match=", ".join(named)):
+        catalogue.render()
+
+
+def test_the_order_in_which_groups_and_seams_are_declared_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch, page: str
+) -> None:
+    turned = tuple(
+        replace(group, patches=group.patches[::-1], relies_on=group.relies_on[::-1]) for group in builtin_groups()[::-1]
+    )
+    monkeypatch.setattr(catalogue, "builtin_groups", lambda: turned)
+    assert catalogue.render() == page
+
+
+@cache
+def classes(path: Path) -> dict[str, tuple[list[str], set[str]]]:
+    """Class name -> names of its bases and of the methods that it defines."""
+    return {
+        node.name: (
+            [base.id for base in node.bases if isinstance(base, ast.Name)],
+            {item.name for item in node.body if isinstance(item, ast.FunctionDef)},
+        )
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+@pytest.mark.parametrize(
+    ("group", "seam"), [(group, seam) for group, seams in catalogue.DEPENDENCIES.items() for seam in seams]
+)
+def test_a_seam_is_an_override_exactly_where_a_class_of_ours_overrides_it(group: str, seam: str) -> None:
+    source = SourceTree.installed()
+    target = release_for(source.version).targets[seam]
+    stock_class, method = target.qualname.split(".")
+    stock = classes(source.file_of(target.module))
+
+    def descends(bases: list[str]) -> bool:
+        return any(base == stock_class or (base in stock and descends(stock[base][0])) for base in bases)
+
+    ours = [*classes(OURS / "allocator.py").values(), *classes(OURS / "pool.py").values()]
+    overridden = any(method in methods and descends(bases) for bases, methods in ours)
+    assert catalogue.DEPENDENCIES[group][seam].kind == ("override" if overridden else "relies on")
