@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 CP ?= 2
 
-.PHONY: help setup libraries demo test test-fast lint clean
+.PHONY: help setup libraries demo test test-fast mutants lint clean
 
 help: ## list the targets
 	@echo "Usage: make TARGET"
@@ -75,6 +75,9 @@ test: setup ## all tests, real servers included
 
 test-fast: setup ## unit tests only
 	@$(BIN)/python -m pytest -m "not e2e and not pd and not gloo and not slow" $(PYTEST_FLAGS)
+
+mutants: setup ## break the product in small ways, one at a time, and see a test fail (about an hour); MUTANTS="word ..." for some
+	@cd tests && ../$(BIN)/python -m mutation $(MUTANTS)
 
 lint: setup ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .
