@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 CP ?= 2
 
-.PHONY: help setup libraries demo test test-fast mutants lint clean
+.PHONY: help setup libraries demo test test-fast mutants soak lint clean
 
 help: ## list the targets
 	@echo "Usage: make TARGET"
@@ -78,6 +78,9 @@ test-fast: setup ## unit tests only
 
 mutants: setup ## break the product in small ways, one at a time, and see a test fail (about an hour); MUTANTS="word ..." for some
 	@cd tests && ../$(BIN)/python -m mutation $(MUTANTS)
+
+soak: setup ## mixed traffic for 10 minutes, every answer compared with stock; SOAK_FLAGS="--seconds 3600 --cp 4 --fp8 --seed 7"
+	@cd tests && ../$(BIN)/python -m soak $(SOAK_FLAGS)
 
 lint: setup ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .

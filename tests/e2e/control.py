@@ -1,7 +1,8 @@
-"""Test-only switches inside scheduler processes, read from files while the scheduler idles between steps.
+"""Test-only switches inside scheduler processes, read from files between two turns of the scheduler.
 
-The control directory holds ``control.json``; every rank that has applied it writes ``ack.RANK.SERIAL``. This is how a
-test sets a chunk size the command line refuses, breaks one mechanism for one step, or gets the pools dumped.
+The control directory holds ``control.ROLE.json``; all ranks of that engine apply it in the same turn, and each writes
+``ack.ROLE.RANK.SERIAL``. This is how a test sets a chunk size the command line refuses, breaks one mechanism for one
+step, injects a fault (see ``faults``), or gets pools or bookkeeping dumped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import faults
 
 CONTROL_ENV = "CP_SHARED_KV_TEST_CONTROL"
 
@@ -81,6 +84,23 @@ def _break_position(scheduler: Any) -> Callable[[], None]:
     return lambda: setattr(transfer, "split_chunk", original)
 
 
+def _break_range(scheduler: Any) -> Callable[[], None]:
+    """Have rank 1 send pages to positions beyond decode's list, past the check of the chunk's end."""
+    import cp_shared_kv.patches.transfer as transfer
+
+    if scheduler.tp_rank != 1:
+        return lambda: None
+    original = transfer.split_chunk
+
+    def split(layout: Any, pages: Any, chunk: slice) -> Any:
+        physical, positions = original(layout, pages, chunk)
+        positions += 1000
+        return physical, positions
+
+    transfer.split_chunk = split
+    return lambda: setattr(transfer, "split_chunk", original)
+
+
 def _break_allocation(scheduler: Any) -> Callable[[], None]:
     """Have rank 1 draw free pages in another order than the others."""
     allocator = scheduler.token_to_kv_pool_allocator
@@ -96,6 +116,7 @@ BREAKS: dict[str, Callable[[Any], Callable[[], None]]] = {
     "boundary": _break_boundary,
     "state": _break_state,
     "position": _break_position,
+    "range": _break_range,
     "allocation": _break_allocation,
 }
 
@@ -156,9 +177,23 @@ def _apply(scheduler: Any, directory: Path, orders: dict[str, Any]) -> None:
     if not hasattr(scheduler, "_test_chunk"):
         scheduler._test_chunk = scheduler.chunked_prefill_size
     scheduler.chunked_prefill_size = orders.get("chunk") or scheduler._test_chunk
-    if orders.get("dump"):
-        path = directory / f"dump.{scheduler.tp_rank}"
-        path.write_bytes(pickle.dumps(dump(scheduler)))
+    faults.apply(scheduler, orders)
+    content = dump(scheduler) if orders.get("dump") else faults.state(scheduler) if orders.get("state") else None
+    if content is not None:
+        path = directory / f"dump.{scheduler.server_args.disaggregation_mode}.{scheduler.tp_rank}"
+        path.write_bytes(pickle.dumps(content))
+
+
+def _agreed_serial(scheduler: Any, path: Path) -> int:
+    """Serial number of the orders on file as rank 0 reads it: no rank takes orders a turn before another."""
+    import torch
+
+    serial = torch.zeros(1, dtype=torch.int64)
+    if scheduler.tp_rank == 0 and path.exists():
+        serial[0] = json.loads(path.read_text())["serial"]
+    if scheduler.tp_size > 1:
+        torch.distributed.broadcast(serial, scheduler.tp_group.ranks[0], scheduler.tp_cpu_group)
+    return int(serial)
 
 
 def install() -> None:
@@ -169,15 +204,13 @@ def install() -> None:
 
     def recv_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _serial
-        directory = os.environ.get(CONTROL_ENV)
-        if directory and self.server_args.disaggregation_mode == "prefill":
-            path = Path(directory, "control.json")
-            if path.exists():
-                orders = json.loads(path.read_text())
-                if orders["serial"] != _serial:
-                    _serial = orders["serial"]
-                    _apply(self, Path(directory), orders)
-                    Path(directory, f"ack.{self.tp_rank}.{_serial}").touch()
+        if directory := os.environ.get(CONTROL_ENV):
+            role = self.server_args.disaggregation_mode
+            path = Path(directory, f"control.{role}.json")
+            if (serial := _agreed_serial(self, path)) != _serial:
+                _serial = serial
+                _apply(self, Path(directory), json.loads(path.read_text()))
+                Path(directory, f"ack.{role}.{self.tp_rank}.{serial}").touch()
         return original(self, *args, **kwargs)
 
     Scheduler.recv_requests = recv_requests

@@ -1,4 +1,4 @@
-"""``run(spec) -> Report``. Starts the host on first use, keeps it, and keeps every report."""
+"""``run(spec) -> Report`` and ``Pair(spec)``. The host is started on first use and kept, and so is every report."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import socket
 import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from .spec import Report, Spec
 
@@ -37,7 +39,7 @@ class _Host:
         if (problem := self.receive(IMPORT_S)) is not None:
             raise RuntimeError(f"the host cannot import SGLang:\n{problem}")
 
-    def receive(self, timeout_s: float) -> object:
+    def receive(self, timeout_s: float) -> Any:
         if not self.channel.poll(timeout_s):
             self.close()
             raise RuntimeError(f"the host was silent for {timeout_s} s")
@@ -64,3 +66,21 @@ def run(spec: Spec) -> Report:
     report = host.receive(RUN_S)
     assert isinstance(report, Report)
     return report
+
+
+class Pair:
+    """A pair of engines that a test drives itself, one pair at a time; ``host.Pair`` has the calls."""
+
+    def __init__(self, spec: Spec) -> None:
+        self._call("open", spec)
+
+    def __getattr__(self, call: str) -> Callable[..., Any]:
+        return partial(self._call, call)
+
+    def _call(self, call: str, *arguments: Any, **options: Any) -> Any:
+        host = _host()
+        host.channel.send((call, arguments, options))
+        problem, value = host.receive(RUN_S)
+        if problem is not None:
+            raise RuntimeError(problem)
+        return value

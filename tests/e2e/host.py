@@ -6,6 +6,7 @@ so its choice of start method is overridden in the engines; the plugins run afre
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import json
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from .spec import Answer, Report, Spec, Step
 
 START_S = 240
 STEP_S = 240
+ORDER_S = 60
+ROLES = ("prefill", "decode")
 
 
 def free_ports(count: int) -> list[int]:
@@ -91,15 +95,14 @@ def _engine(
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    shared = spec.shared and role == "prefill"
+    shared = spec.shared if role == "prefill" else spec.decode_shared
     os.environ["SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"] = "1" if spec.shared else "0"
     os.environ["CP_SHARED_KV"] = "1" if shared else "0"
     os.environ["CP_SHARED_KV_LOG_LEVEL"] = "debug"
     os.environ[CONTROL_ENV] = control
     if (shared and spec.auto) or (role == "decode" and spec.decode_plugin):
         del os.environ["CP_SHARED_KV"]
-    if role == "prefill":
-        os.environ.update(dict(spec.environ))
+    os.environ.update(dict(spec.environ if role == "prefill" else spec.decode_environ))
     try:
         from cp_shared_kv_cpu.launch import cpu_environment, engine_arguments
 
@@ -133,79 +136,154 @@ def _engine(
         results.put((role, "failed", traceback.format_exc()))
         return
     results.put((role, "up", None))
-    while (job := jobs.get()) is not None:
-        if job == "server_info":
-            results.put((role, "done", engine.get_server_info()))
-            continue
-        prompts, rooms = job
-        results.put((role, "done", _generate(engine, spec, prompts, rooms, ports[0])))
+    while engine.loop.run_until_complete(_serve(engine, spec, role, jobs, results, ports[0])) is not None:
+        results.put((role, "done", engine.get_server_info()))
     engine.shutdown()
 
 
-def _generate(engine: Any, spec: Spec, prompts: Any, rooms: list[int], bootstrap_port: int) -> list[Answer]:
-    import asyncio
+async def _serve(engine: Any, spec: Spec, role: str, jobs: Any, results: Any, bootstrap_port: int) -> str | None:
+    """Run jobs, without waiting for one before the next, until one comes that cannot run on the engine's loop."""
+    tasks: set[asyncio.Task[None]] = set()
 
-    async def one(prompt: Any, room: int) -> Answer:
-        try:
-            out = await engine.async_generate(
-                input_ids=list(prompt),
-                sampling_params={"temperature": 0, "max_new_tokens": spec.new_tokens, "ignore_eos": True},
-                bootstrap_host="127.0.0.1",
-                bootstrap_port=bootstrap_port,
-                bootstrap_room=room,
-                return_logprob=True,
-            )
-        except Exception as error:
-            return Answer(error=f"{type(error).__name__}: {error}")
-        meta = out["meta_info"]
-        reason = meta.get("finish_reason") or {}
-        if reason.get("type") == "abort":
-            return Answer(error=str(reason.get("message")))
-        logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
-        return Answer(out["output_ids"], logprobs, meta["cached_tokens"])
+    async def send(prompts: Any, rooms: list[int]) -> None:
+        requests = (_generate(engine, spec, p, r, bootstrap_port) for p, r in zip(prompts, rooms, strict=True))
+        results.put((role, "done", list(await asyncio.gather(*requests))))
 
-    async def everything() -> list[Answer]:
-        return list(await asyncio.gather(*(one(p, r) for p, r in zip(prompts, rooms, strict=True))))
+    async def submit(rid: str, prompt: Any, room: int) -> None:
+        results.put((role, "answer", (rid, await _generate(engine, spec, prompt, room, bootstrap_port, rid))))
 
-    return engine.loop.run_until_complete(everything())
+    async def abort(rid: str) -> None:
+        engine.tokenizer_manager.abort_request(rid)
+
+    verbs: dict[str, Callable[..., Coroutine[Any, Any, None]]] = {"send": send, "submit": submit, "abort": abort}
+    while isinstance(job := await asyncio.get_running_loop().run_in_executor(None, jobs.get), tuple):
+        verb, *arguments = job
+        tasks.add(asyncio.ensure_future(verbs[verb](*arguments)))
+    return job
+
+
+async def _generate(
+    engine: Any, spec: Spec, prompt: Any, room: int, bootstrap_port: int, rid: str | None = None
+) -> Answer:
+    try:
+        out = await engine.async_generate(
+            input_ids=list(prompt),
+            sampling_params={"temperature": 0, "max_new_tokens": spec.new_tokens, "ignore_eos": True},
+            bootstrap_host="127.0.0.1",
+            bootstrap_port=bootstrap_port,
+            bootstrap_room=room,
+            return_logprob=True,
+            rid=rid,
+        )
+    except Exception as error:
+        return Answer(error=f"{type(error).__name__}: {error}")
+    meta = out["meta_info"]
+    reason = meta.get("finish_reason") or {}
+    if reason.get("type") == "abort":
+        return Answer(error=str(reason.get("message")))
+    logprobs = [entry[0] for entry in meta["output_token_logprobs"]]
+    return Answer(out["output_ids"], logprobs, meta["cached_tokens"])
+
+
+class Engines:
+    """A prefill and a decode engine, each in a process group of its own, and their control directory."""
+
+    def __init__(self, spec: Spec, model: str) -> None:
+        self.spec = spec
+        self.model = model
+        self.directory = Path(tempfile.mkdtemp(prefix="e2e-"))
+        self.serial = 0
+        self.context = multiprocessing.get_context("spawn" if spec.spawn else "fork")
+        self.results = self.context.Queue()
+        self.ports = free_ports(3)
+        self.logs = {role: str(self.directory / f"{role}.log") for role in ROLES}
+        self.ranks = {"prefill": spec.cp_size, "decode": 1}
+        self.jobs: dict[str, Any] = {}
+        self.processes: dict[str, Any] = {}
+
+    def start(self, role: str) -> None:
+        """Start an engine; its "up" comes over ``results``."""
+        self.jobs[role] = self.context.Queue()  # a new one each time: a killed reader leaves its queue locked
+        self.processes[role] = self.context.Process(
+            target=_engine,
+            args=(
+                self.spec,
+                role,
+                self.model,
+                self.ports,
+                self.logs[role],
+                str(self.directory),
+                self.jobs[role],
+                self.results,
+            ),
+        )
+        self.processes[role].start()
+
+    def order(self, role: str, **orders: Any) -> None:
+        """Have every rank of an engine apply orders, all in the same turn, and wait until all have."""
+        self.serial += 1
+        path = self.directory / f"control.{role}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps({"serial": self.serial, **orders}))
+        partial.rename(path)
+        acks = [self.directory / f"ack.{role}.{rank}.{self.serial}" for rank in range(self.ranks[role])]
+        end = time.monotonic() + ORDER_S
+        while not all(ack.exists() for ack in acks):
+            if time.monotonic() > end or not self.processes[role].is_alive():
+                raise RuntimeError(f"the {role} ranks did not take the orders {orders}")
+            time.sleep(0.02)
+
+    def dumps(self, role: str) -> list[dict[str, Any]]:
+        """What each rank dumped at the last order, in rank order."""
+        paths = [self.directory / f"dump.{role}.{rank}" for rank in range(self.ranks[role])]
+        return [pickle.loads(path.read_bytes()) for path in paths]
+
+    def log(self, role: str) -> str:
+        """Output of an engine so far."""
+        path = Path(self.logs[role])
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def kill(self, role: str) -> None:
+        """Kill all processes of an engine."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.processes[role].pid, signal.SIGKILL)
+        self.processes[role].join(10)
+
+    def stop(self, gently: bool) -> None:
+        """Stop both engines."""
+        for role, process in self.processes.items():
+            if gently and process.is_alive():
+                self.jobs[role].put(None)
+                process.join(5)
+            self.kill(role)
+
+    def remove_files(self) -> None:
+        """Remove logs, orders and dumps."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class Run:
-    """One pair of engines and its report."""
+    """The steps of a spec on one pair of engines, and its report."""
 
     def __init__(self, spec: Spec, model: str) -> None:
         self.spec = spec
         self.report = Report()
-        self.directory = Path(tempfile.mkdtemp(prefix="e2e-"))
-        self.serial = 0
+        self.engines = Engines(spec, model)
         self.room = 1000
-        context = multiprocessing.get_context("spawn" if spec.spawn else "fork")
-        self.results = context.Queue()
-        self.jobs = {role: context.Queue() for role in ("prefill", "decode")}
-        ports = free_ports(3)
-        self.logs = {role: str(self.directory / f"{role}.log") for role in self.jobs}
-        self.processes = {
-            role: context.Process(
-                target=_engine,
-                args=(spec, role, model, ports, self.logs[role], str(self.directory), self.jobs[role], self.results),
-            )
-            for role in self.jobs
-        }
 
     def execute(self) -> Report:
         try:
-            for process in self.processes.values():
-                process.start()
-            if self._collect("up", START_S, tuple(self.jobs)) is not None:
+            for role in ROLES:
+                self.engines.start(role)
+            if self._collect("up", START_S, ROLES) is not None:
                 for step in self.spec.steps:
                     self._step(step)
         except Exception:
             self.report.failure = self.report.failure or traceback.format_exc()
         finally:
-            self._stop()
-        self.report.log = Path(self.logs["prefill"]).read_text(errors="replace")
-        self.report.decode_log = Path(self.logs["decode"]).read_text(errors="replace")
-        shutil.rmtree(self.directory, ignore_errors=True)
+            self.engines.stop(gently=not self.report.failure)
+        self.report.log, self.report.decode_log = (self.engines.log(role) for role in ROLES)
+        self.engines.remove_files()
         return self.report
 
     def _collect(self, expected: str, timeout_s: float, roles: tuple[str, ...]) -> dict[str, Any] | None:
@@ -214,9 +292,9 @@ class Run:
         end = time.monotonic() + timeout_s
         while len(messages) < len(roles):
             try:
-                role, kind, body = self.results.get(timeout=1)
+                role, kind, body = self.engines.results.get(timeout=1)
             except queue.Empty:
-                dead = [role for role, process in self.processes.items() if not process.is_alive()]
+                dead = [role for role, process in self.engines.processes.items() if not process.is_alive()]
                 if dead or time.monotonic() > end:
                     self.report.failure = (
                         f"{dead or 'the engines'} {'died' if dead else 'are late'} (awaiting {expected})"
@@ -229,26 +307,13 @@ class Run:
             messages[role] = body
         return messages
 
-    def _order(self, **orders: Any) -> None:
-        """Have every prefill rank apply orders, and wait until all have."""
-        self.serial += 1
-        path = self.directory / "control.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps({"serial": self.serial, **orders}))
-        partial.rename(path)
-        end = time.monotonic() + 60
-        while not all((self.directory / f"ack.{rank}.{self.serial}").exists() for rank in range(self.spec.cp_size)):
-            if time.monotonic() > end or not self.processes["prefill"].is_alive():
-                raise RuntimeError(f"the prefill ranks did not take the orders {orders}")
-            time.sleep(0.02)
-
     def _step(self, step: Step) -> None:
         if self.report.failure:
             return
         if not self.spec.spawn:
-            self._order(chunk=step.chunk, breaks=step.breaks)
+            self.engines.order("prefill", chunk=step.chunk, breaks=step.breaks)
         if step.server_info:
-            self.jobs["prefill"].put("server_info")
+            self.engines.jobs["prefill"].put("server_info")
             if (said := self._collect("done", STEP_S, ("prefill",))) is None:
                 return
             self.report.server_info[step.name] = said["prefill"]
@@ -256,7 +321,7 @@ class Run:
         rooms = list(range(first, first + len(step.prompts)))
         self.room += len(step.prompts)
         for role in step.sides:
-            self.jobs[role].put((step.prompts, rooms))
+            self.engines.jobs[role].put(("send", step.prompts, rooms))
         answers = self._collect("done", STEP_S, step.sides)
         if answers is None:
             self.report.failure = f"step {step.name}: {self.report.failure}"
@@ -264,20 +329,96 @@ class Run:
         self.report.answers[step.name] = answers.get("decode", [])
         self.report.prefill_answers[step.name] = answers.get("prefill", [])
         if self.spec.dump:
-            self._order(chunk=step.chunk, breaks=step.breaks, dump=True)
-            paths = [self.directory / f"dump.{rank}" for rank in range(self.spec.cp_size)]
-            self.report.dumps[step.name] = [pickle.loads(path.read_bytes()) for path in paths]
+            self.engines.order("prefill", chunk=step.chunk, breaks=step.breaks, dump=True)
+            self.report.dumps[step.name] = self.engines.dumps("prefill")
 
-    def _stop(self) -> None:
-        for role, process in self.processes.items():
-            if process.pid is None:
+
+class Pair:
+    """A pair of engines that a test drives call by call; requests are named by their rid on either side."""
+
+    def __init__(self, spec: Spec, model: str) -> None:
+        self.engines = Engines(spec, model)
+        self.answers: dict[tuple[str, str], Answer] = {}
+        try:
+            self.start(*ROLES)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, *roles: str) -> None:
+        """Start engines and wait until they are up."""
+        for role in roles:
+            self.engines.start(role)
+        self._receive(lambda up: up >= set(roles), START_S, roles)
+
+    def submit(self, role: str, rid: str, prompt: tuple[int, ...], room: int) -> None:
+        """Send a request to one side; it has its answer or error later."""
+        self.engines.jobs[role].put(("submit", rid, prompt, room))
+
+    def abort(self, role: str, rid: str) -> None:
+        """What the server does when a client has gone."""
+        self.engines.jobs[role].put(("abort", rid))
+
+    def wait(self, requests: list[tuple[str, str]], timeout_s: float) -> dict[tuple[str, str], Answer]:
+        """Answers to requests, given as ``(role, rid)``; those that have none when the time is over are left out."""
+        with contextlib.suppress(TimeoutError):
+            self._receive(lambda up: all(request in self.answers for request in requests), timeout_s, ())
+        return {request: self.answers[request] for request in requests if request in self.answers}
+
+    def _receive(self, done: Callable[[set[str]], bool], timeout_s: float, alive: tuple[str, ...]) -> None:
+        """Take in what the engines say until it is enough.
+
+        Raises:
+            TimeoutError: it was not enough in time.
+            RuntimeError: an engine of ``alive`` did not start or died.
+        """
+        end = time.monotonic() + timeout_s
+        up: set[str] = set()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                role, kind, body = self.engines.results.get(timeout=0.05)
+                if kind == "failed":
+                    raise RuntimeError(f"{role}: {body}")
+                if kind == "up":
+                    up.add(role)
+                if kind == "answer":
+                    self.answers[role, body[0]] = body[1]
                 continue
-            if process.is_alive() and not self.report.failure:
-                self.jobs[role].put(None)
-                process.join(5)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.join(10)
+            if done(up):
+                return
+            if time.monotonic() > end:
+                raise TimeoutError
+            for role in alive:
+                if not self.engines.processes[role].is_alive():
+                    raise RuntimeError(f"{role} died:\n{self.engines.log(role)[-3000:]}")
+
+    def order(self, role: str, **orders: Any) -> list[dict[str, Any]]:
+        """Have all ranks of an engine apply orders; what they dumped, which is their state (``faults.state``)."""
+        self.engines.order(role, state=True, **orders)
+        return self.engines.dumps(role)
+
+    def exit_code(self, role: str, timeout_s: float) -> int | None:
+        """How an engine ended; None if it is still there when the time is over."""
+        self.engines.processes[role].join(timeout_s)
+        code: int | None = self.engines.processes[role].exitcode
+        return code
+
+    def kill(self, role: str) -> None:
+        """Kill all processes of an engine."""
+        self.engines.kill(role)
+
+    def kill_process(self, pid: int) -> None:
+        """Kill one process of an engine."""
+        os.kill(pid, signal.SIGKILL)
+
+    def log(self, role: str) -> str:
+        """Output of an engine since it was started."""
+        return self.engines.log(role)
+
+    def close(self) -> None:
+        """Kill both engines."""
+        self.engines.stop(gently=False)
+        self.engines.remove_files()
 
 
 def main() -> None:
@@ -306,12 +447,26 @@ def main() -> None:
         channel.send(traceback.format_exc())
         return
     channel.send(None)
+    pair: Pair | None = None
     try:
-        while (spec := channel.recv()) is not None:
-            channel.send(Run(spec, model).execute())
+        while (task := channel.recv()) is not None:
+            if isinstance(task, Spec):
+                channel.send(Run(task, model).execute())
+                continue
+            call, arguments, options = task
+            try:
+                if call == "open":
+                    pair = Pair(*arguments, model)
+                    channel.send((None, None))
+                else:
+                    channel.send((None, getattr(pair, call)(*arguments, **options)))
+            except Exception:
+                channel.send((traceback.format_exc(), None))
     except EOFError:
         pass
     finally:
+        if pair is not None:
+            pair.close()
         shutil.rmtree(model, ignore_errors=True)
 
 

@@ -47,9 +47,11 @@ class Spec:
         spawn: start processes as SGLang does (slow); otherwise fork them from one that has imported SGLang.
         decode_tokens: ``--max-total-tokens`` of the decode engine.
         decode_plugin: load the plugin on the decode side too, without asking for shared KV there.
+        decode_shared: turn the plugin on at the decode side, which then keeps pages until prefill is done with them.
         auto: ask for shared KV by ``SGLANG_PLUGINS`` alone.
         foreign_patch: have somebody else replace one of the seams before the prefill engine starts.
         environ: further environment of the prefill engine, as ``(name, value)`` pairs.
+        decode_environ: the same of the decode engine.
         overrides: further arguments of the prefill engine, as ``(name, value)`` pairs.
     """
 
@@ -66,9 +68,11 @@ class Spec:
     spawn: bool = False
     decode_tokens: int = 8192
     decode_plugin: bool = False
+    decode_shared: bool = False
     auto: bool = False
     foreign_patch: bool = False
     environ: tuple[tuple[str, str], ...] = ()
+    decode_environ: tuple[tuple[str, str], ...] = ()
     overrides: tuple[tuple[str, Any], ...] = ()
 
 
