@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import multiprocessing.context
 import os
+import sys
 from typing import Any, NoReturn
 
 from cp_shared_kv import config
 from cp_shared_kv._version import __version__
-from cp_shared_kv.config import Decision, State
+from cp_shared_kv.config import FLAG, Decision, State
 from cp_shared_kv.divergence import check_every
 from cp_shared_kv.gate import GateError, gate_with_extensions, gather_facts, role_of
 from cp_shared_kv.metrics import configure_logging
@@ -77,6 +78,19 @@ def _patch_arguments() -> None:
         _argument_patches = patches
 
 
+def attest_arguments() -> None:
+    """Prove that the patches of argument handling are in place, once other plugins have had their turn.
+
+    Raises:
+        SystemExit: a seam is not in place, so the flag would be dropped or the decision not made.
+    """
+    try:
+        if _argument_patches is not None:
+            _argument_patches.attest()
+    except SeamError as error:
+        _stop(error)
+
+
 def decide(server_args: Any) -> Decision | None:
     """Decide for or against shared KV on a server, and publish the decision.
 
@@ -98,6 +112,8 @@ def decide(server_args: Any) -> Decision | None:
             check_every()
     except config.ConfigError as error:
         _stop(error)
+    if request.state is State.ON or FLAG in sys.argv:  # a flag that was dropped on the way is on the command line still
+        attest_arguments()
     if request.state is State.OFF:
         _warn_of_stock_fault(server_args)
         return None

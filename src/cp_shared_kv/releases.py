@@ -418,6 +418,38 @@ _TARGETS_0_5_12_POST1: dict[str, Target] = {
         ("self", "rids_to_check"),
         "4487b5b1e0697e11",
     ),
+    "scheduler.add_one_req": Target(
+        "sglang.srt.managers.schedule_policy",
+        "PrefillAdder.add_one_req",
+        (
+            "self",
+            "req",
+            "has_chunked_req",
+            "truncation_align_size",
+        ),
+        "5766fa08ecf5bd31",
+    ),
+    "pool.get_value_buffer": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "MLATokenToKVPool.get_value_buffer",
+        (
+            "self",
+            "layer_id",
+        ),
+        "1df0e25d1866bc74",
+    ),
+    "pool.get_kv_size_bytes": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool.get_kv_size_bytes",
+        ("self",),
+        "d7306e33f05ed82d",
+    ),
+    "pool.clear_buffers": Target(
+        "sglang.srt.mem_cache.memory_pool",
+        "NSATokenToKVPool._clear_buffers",
+        ("self",),
+        "97f91e6c8f33e3d2",
+    ),
 }
 
 RELEASES: tuple[Release, ...] = (

@@ -71,6 +71,36 @@ class TransferThread:
             return self.room != room
 
 
+class Announcements(dict[int, dict[str, Any]]):
+    """SGLang's ``transfer_infos``, room -> decode session -> ``TransferInfo``, with the time of a room's first entry.
+
+    A room that is taken away while SGLang's thread notes an announcement for it comes back empty, where a plain dict
+    would end that thread with a KeyError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._since: dict[int, float] = {}
+
+    def __setitem__(self, room: int, infos: dict[str, Any]) -> None:
+        self._since.setdefault(room, time.monotonic())
+        super().__setitem__(room, infos)
+
+    def __missing__(self, room: int) -> dict[str, Any]:
+        infos: dict[str, Any] = {}
+        self[room] = infos
+        return infos
+
+    def pop(self, room: int, *default: Any) -> Any:
+        self._since.pop(room, None)
+        return super().pop(room, *default)
+
+    def age(self, room: int) -> float:
+        """Seconds since decode first announced itself for a room; 0 where it has not."""
+        since = self._since.get(room)
+        return 0.0 if since is None else time.monotonic() - since
+
+
 class UnansweredRooms:
     """Requests of a prefill rank that ended while decode, or some of its ranks, had yet to announce itself.
 

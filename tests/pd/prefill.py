@@ -352,7 +352,7 @@ class PrefillRank:
             "req_to_decode_prefix_len": manager.req_to_decode_prefix_len,
             "failure_records": manager.failure_records,
             "failed_state": sending.failed_state,
-            "until": sending.until,
+            "announcement times": self.manager.transfer_infos._since,
         }
 
         def found() -> list[str]:

@@ -77,6 +77,31 @@ def parse_flag() -> dict[str, bool]:
     }
 
 
+def flag_stops() -> dict[str, str]:
+    """What happens to a launch with the flag when somebody else has replaced a method that handles arguments."""
+    from sglang.srt.server_args import ServerArgs
+
+    seen = {}
+    held, argv = dict(vars(ServerArgs)), sys.argv
+    try:
+        ServerArgs.check_server_args = lambda self: None
+        parse_flag()
+        seen["check_server_args"] = "NOT STOPPED"
+    except SystemExit as error:
+        seen["check_server_args"] = str(error)
+    ServerArgs.check_server_args = held["check_server_args"]
+    for given in ([], [config.FLAG]):
+        try:
+            sys.argv = ["launch_server", *given]
+            ServerArgs.from_cli_args = classmethod(lambda cls, args: None)
+            plugin.decide(SimpleNamespace(attn_cp_size=1))
+            seen[f"from_cli_args {given}"] = "NOT STOPPED"
+        except SystemExit as error:
+            seen[f"from_cli_args {given}"] = str(error)
+    ServerArgs.from_cli_args, sys.argv = held["from_cli_args"], argv
+    return seen
+
+
 def facts_of(architecture: str, mla: bool, **config_fields: Any) -> dict[str, Any]:
     """Facts that the gate gathers for a model configuration."""
     from sglang.srt.configs.model_config import AttentionArch
@@ -257,6 +282,8 @@ def activations() -> dict[str, Any]:
         facts_of("DeepseekV3ForCausalLM", True),
         facts_of("LlamaForCausalLM", False),
     ]
+
+    seen["flag_lost"] = flag_stops()
 
     from sglang.srt.disaggregation import utils
 

@@ -102,6 +102,14 @@ class TestWithSglang:
     def test_loading_twice_patches_once(self, seen: dict[str, Any]):
         assert seen["layers"] == 1
 
+    def test_a_launch_with_the_flag_stops_when_its_handling_was_replaced(self, seen: dict[str, Any]):
+        lost = seen["flag_lost"]
+        assert "server_args.check_server_args: replaced" in lost["check_server_args"]
+        assert "server_args.from_cli_args: replaced" in lost[f"from_cli_args {[config.FLAG]}"]
+
+    def test_without_the_flag_replaced_argument_handling_is_nobody_s_business(self, seen: dict[str, Any]):
+        assert seen["flag_lost"]["from_cli_args []"] == "NOT STOPPED"
+
     def test_a_seam_that_somebody_else_replaced_stops_activation_and_nothing_is_patched(self, seen: dict[str, Any]):
         assert seen["foreign"].startswith("CP shared KV: 1 of the SGLang seams")
         assert "transfer.filter_kv_indices: already patched" in seen["foreign"]

@@ -203,8 +203,8 @@ class PatchSet:
         """Check every seam in source.
 
         Raises:
-            SeamError: a seam is missing, or changed and ``CP_SHARED_KV_ALLOW_CHANGED_SOURCE`` is not set; seams that
-                are known to be taken by somebody else are named too.
+            SeamError: a seam is missing, is changed and ``CP_SHARED_KV_ALLOW_CHANGED_SOURCE`` is not set, or is known
+                to be taken by somebody else.
         """
         resolution, problems = self._compare()
         if resolution.changed and self._trusts_changed_source():
@@ -214,8 +214,9 @@ class PatchSet:
                 ALLOW_CHANGED_SOURCE_ENV,
                 "\n".join(f"  - {line}" for line in resolution.changed),
             )
+        problems += self._taken(resolution)
         if problems:
-            raise SeamError([*problems, *self._taken(resolution)])
+            raise SeamError(problems)
         self.resolution = resolution
         return resolution
 

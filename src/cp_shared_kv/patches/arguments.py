@@ -33,9 +33,14 @@ def _add_cli_args(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
 
 
 def _from_cli_args(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from cp_shared_kv.plugin import attest_arguments
+
     namespace = argument(args, kwargs, 0, "args")
+    asked = bool(getattr(namespace, FLAG_DEST, False))
+    if asked:
+        attest_arguments()  # nobody decides where the check of the arguments was replaced
     server_args = wrapped(*args, **kwargs)
-    setattr(server_args, FLAG_ATTRIBUTE, bool(getattr(namespace, FLAG_DEST, False)))
+    setattr(server_args, FLAG_ATTRIBUTE, asked)
     return server_args
 
 

@@ -152,6 +152,7 @@ GROUP = PatchGroup(
         ),
     ),
     relies_on=(
+        "scheduler.add_one_req",
         "capacity.mla_kv_cache_dim",
         "allocator.init",
         "pool.init",
@@ -164,5 +165,8 @@ GROUP = PatchGroup(
         "pool.set_index_k_scale_buffer",
         "pool.get_contiguous_buf_infos",
         "pool.get_state_buf_infos",
+        "pool.get_value_buffer",
+        "pool.get_kv_size_bytes",
+        "pool.clear_buffers",
     ),
 )

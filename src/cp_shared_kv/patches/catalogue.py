@@ -65,6 +65,9 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
     "capacity": {
         "allocator.init": _override("the allocator pages logical slots, N times as many as the pool holds"),
         "capacity.mla_kv_cache_dim": _relies("gives the bytes of a token in the MLA KV workspace that is charged for"),
+        "scheduler.add_one_req": _relies(
+            "admits one request a batch under in-seq-split, so one context fits a forward"
+        ),
         "pool.get_contiguous_buf_infos": _override("a transfer registers the persistent tensors, not the workspace"),
         "pool.get_index_k_continuous": _override(_CHECKS_LAYER),
         "pool.get_index_k_scale_buffer": _override(_CHECKS_LAYER),
@@ -72,6 +75,9 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
         "pool.get_index_k_with_scale_buffer": _override(_CHECKS_LAYER),
         "pool.get_key_buffer": _override(_CHECKS_LAYER),
         "pool.get_state_buf_infos": _override("a transfer registers the persistent tensors, not the workspace"),
+        "pool.clear_buffers": _override("the persistent tensors are let go of too"),
+        "pool.get_kv_size_bytes": _override("counts the persistent tensors, not the workspace"),
+        "pool.get_value_buffer": _override(_CHECKS_LAYER),
         "pool.init": _relies("the shared pool takes over the tensors and attributes that it sets"),
         "pool.set_index_k_scale_buffer": _override("index-K is written only where the workspace holds the layer"),
         "pool.set_mla_kv_buffer": _override(
@@ -95,7 +101,9 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
             "counts whole chunks, so it knows the last one, and asks the wrapped function for this rank's part of each"
         ),
         "transfer.start_prefill_thread": _relies("notes in `transfer_infos` which decode ranks announced themselves"),
-        "transfer.update_status": _relies("a request that failed stays failed, and one that was cleared stays away"),
+        "transfer.update_status": _relies(
+            "a failure is seen by the next poll, and does not bring back a request that was cleared"
+        ),
     },
     "decode": {
         "decode.pop_transferred": _relies("gives a request's pages away only after its receiver's poll says it ended"),
@@ -103,7 +111,9 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
         "decode.receiver_send_metadata": _relies("sets `init_time` when it tells prefill the pages, not before"),
         "decode.start_decode_thread": _relies("takes prefill's messages from `server_socket`, one receive for each"),
         "transfer.sync_status": _relies("its message has three frames: room, status, prefill rank"),
-        "transfer.update_status": _relies("a request that failed stays failed, and one that was cleared stays away"),
+        "transfer.update_status": _relies(
+            "a failure is seen by the next poll, and does not bring back a request that was cleared"
+        ),
     },
 }
 

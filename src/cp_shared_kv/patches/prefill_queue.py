@@ -8,7 +8,6 @@ announced itself for the request.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -82,7 +81,6 @@ def _queue_pop_bootstrapped(
     bootstrapped = result[0] if isinstance(result, tuple) else result
     bootstrapped[:] = [req for req in bootstrapped if not _failed_for_its_pages(queue, req)]
     for req in bootstrapped:
-        sending.until[req.bootstrap_room] = time.monotonic() + sending.patience_s
         _reopen_sessions(manager, req.bootstrap_room)
     return result
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 import types
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +26,7 @@ from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.plan import ceil_div
-from cp_shared_kv.rooms import TransferThread, UnansweredRooms
+from cp_shared_kv.rooms import Announcements, TransferThread, UnansweredRooms
 from cp_shared_kv.transfer import chunk_problem, split_chunk, split_state
 
 logger = logging.getLogger("cp_shared_kv")
@@ -47,7 +45,6 @@ class Sending:
         unanswered: requests that ended before decode announced itself for them.
         patience_s: how long decode waits for a request's pages; nothing is written for it afterwards.
         threads: the manager's transfer threads.
-        until: room -> ``time.monotonic()`` from which on nothing is written for it.
         failed_state: requests and decode sessions whose index-K could not be sent.
     """
 
@@ -55,7 +52,6 @@ class Sending:
     unanswered: UnansweredRooms
     patience_s: float
     threads: list[TransferThread] = field(default_factory=list)
-    until: dict[int, float] = field(default_factory=dict)
     failed_state: set[tuple[int, str]] = field(default_factory=set)
 
 
@@ -94,8 +90,7 @@ def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
         layout, UnansweredRooms(instance.bootstrap_timeout), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
     )
     setattr(instance, STATE_ATTRIBUTE, sending)
-    # A request that ends while stock's thread notes an announcement for it would be a KeyError, and that thread's end.
-    instance.transfer_infos = defaultdict(dict)
+    instance.transfer_infos = Announcements()
 
 
 def _filter_kv_indices(
@@ -231,7 +226,7 @@ def _is_over(manager: Any, room: int) -> bool:
     assert sending is not None
     if manager.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
         return True
-    if time.monotonic() > sending.until.get(room, float("inf")):
+    if manager.transfer_infos.age(room) > sending.patience_s:
         note_failure(manager, room, f"decode has waited for {sending.patience_s} s and may have given its pages away")
         return True
     return False
@@ -311,7 +306,6 @@ def _sender_clear(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     sending = sending_of(manager)
     if sending is None:
         return wrapped(*args, **kwargs)
-    sending.until.pop(room, None)
     told = sender.conclude_state != KVPoll.Failed or tell_decode_failed(manager, room)
     announced = dict(manager.transfer_infos.get(room, {}))
     result = wrapped(*args, **kwargs)
