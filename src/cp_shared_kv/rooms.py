@@ -95,10 +95,9 @@ class Announcements(dict[int, dict[str, Any]]):
         self._since.pop(room, None)
         return super().pop(room, *default)
 
-    def age(self, room: int) -> float:
-        """Seconds since decode first announced itself for a room; 0 where it has not."""
-        since = self._since.get(room)
-        return 0.0 if since is None else time.monotonic() - since
+    def since(self, room: int) -> float:
+        """``time.monotonic()`` of decode's first announcement for a room; now where there is none."""
+        return self._since.get(room, time.monotonic())
 
 
 class UnansweredRooms:
@@ -123,14 +122,10 @@ class UnansweredRooms:
         """Forget a room."""
         self._until.pop(room, None)
 
-    def settle(self, answer: Callable[[int], bool]) -> list[int]:
-        """Answer whom can be answered; rooms that are answered, or whose time is over, are returned and forgotten.
-
-        Args:
-            answer: tells the decode ranks of a room that have announced themselves; True when these are all.
-        """
+    def settle(self, is_announced: Callable[[int], bool]) -> list[int]:
+        """Rooms that decode has announced itself for by now, or whose time is over; they are forgotten."""
         now = time.monotonic()
-        done = [room for room, until in self._until.items() if answer(room) or now >= until]
+        done = [room for room, until in self._until.items() if is_announced(room) or now >= until]
         for room in done:
             self.discard(room)
         return done

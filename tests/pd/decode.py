@@ -31,6 +31,9 @@ from .scenario import (
 from .standins import ClientStream, Req, ServerArgs, TreeCache
 from .wire import Signals, registered_regions
 
+#: Signals of prefill upon which decode announces itself for a request that it holds back.
+ANNOUNCED_AT = ("entered", "ended")
+
 
 class NoSpeculation:
     def is_none(self) -> bool:
@@ -162,7 +165,7 @@ class DecodeRank:
             if not aborted and self.signals.is_set("slow", index):
                 aborted = True
                 self._abort()
-            for room in [room for room in self.late if self.signals.is_set("ended", room)]:
+            for room in [room for room in self.late if any(self.signals.is_set(name, room) for name in ANNOUNCED_AT)]:
                 self.late.pop(room)()
             for req in self.transfers.pop_transferred():
                 # At once: from here on a real decode would read the pages.
@@ -234,7 +237,7 @@ class DecodeRank:
             )
             self.announced[request.room] = time.monotonic()
 
-        if self.tp_rank in request.late_on:
+        if self.tp_rank in request.late_on or request.enters_after:
             self.late[request.room] = announce
         else:
             announce()

@@ -245,6 +245,8 @@ class PrefillRank:
             self.tap.wait_quiet(timeout_s=3)
         for request in newcomers:
             reqs[request.room] = self._admit(request, row=len(reqs))
+            if request.enters_after:
+                self.signals.set("entered", request.room)
         for abort in self.scenario.aborts:
             for request in newcomers:
                 if (abort.room, abort.when) == (request.room, "bootstrapping"):

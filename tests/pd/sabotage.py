@@ -129,7 +129,7 @@ def never_answer() -> None:
     from cp_shared_kv.patches import transfer
 
     _replace(MooncakeKVManager, "sync_status_to_decode_endpoint", lambda *args: None)
-    _replace(transfer, "tell_decode_failed", lambda manager, room: True)
+    _replace(transfer, "tell_decode_failed", lambda manager, room: None)
 
 
 @_break

@@ -56,7 +56,8 @@ class Request:
     renew_registration: bool = False
     """Decode loses the prefill server and registers again before it starts this request."""
     enters_after: int = 0
-    """Prefill gets the request when those before it have sent so many chunks, and their writes are over."""
+    """Prefill gets the request, and decode announces itself for it, when those before it have sent so many chunks and
+    their writes are over."""
     late_on: tuple[int, ...] = ()
     """Decode TP ranks that announce themselves only when prefill has ended the request."""
 

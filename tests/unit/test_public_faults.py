@@ -9,8 +9,10 @@ import ast
 import dataclasses
 import enum
 import importlib.util
+import queue
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -162,7 +164,7 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         module("sglang.srt.mem_cache.allocator", PagedTokenToKVPoolAllocator=object),
         module("sglang.srt.distributed.parallel_state", get_attn_cp_group=lambda: here.group),
         module("sglang.srt.disaggregation.base.conn", KVPoll=KVPoll, StateType=StateType),
-        module("sglang.srt.environ", envs=MagicMock()),
+        module("sglang.srt.environ", envs=MagicMock(**{"SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get.return_value": 300})),
     ):
         monkeypatch.setitem(sys.modules, made.__name__, made)
     for name in ("cp_shared_kv.pool", "cp_shared_kv.allocator"):
@@ -444,17 +446,54 @@ class TestTransfer:
     @pytest.mark.parametrize("cp_size", [2, 4, 8])
     def test_each_rank_reports_under_a_number_of_its_own(self, sglang: SimpleNamespace, cp_size: int):
         """sglang#19119, #26670: all CP ranks have attention-TP rank 0."""
-        numbers = []
+        numbers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         class Manager(SimpleNamespace):
             def sync_status_to_decode_endpoint(self, remote: str, port: int, room: int, status: Any, rank: int) -> None:
-                numbers.append((remote, room, status, rank))
+                numbers.put((remote, room, status, rank))
 
-        info = SimpleNamespace(is_dummy=False, required_dst_info_num=1, endpoint="decode", dst_port=1, room=7)
+        info = SimpleNamespace(endpoint="decode", dst_port=1, room=7)
         for rank in range(cp_size):
-            manager = Manager(**vars(self.manager(rank, cp_size, transfer_infos={7: {"session": info}})))
-            transfer.tell_decode_failed(manager, 7)
-        assert numbers == [("decode", 7, KVPoll.Failed, rank) for rank in range(cp_size)]
+            transfer.Teller(Manager(**vars(self.manager(rank, cp_size)))).tell(info)
+            assert numbers.get(timeout=10) == ("decode", 7, KVPoll.Failed, rank)
+
+    def test_nothing_is_written_for_a_request_that_decode_waits_for_no_longer(
+        self, sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ):
+        """sglang#24527: the time counts from decode's announcement, however late prefill gets the request."""
+        sglang.group = Coordinator.of(0, 2)
+        now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: now)
+        failed: list[int] = []
+        manager = self.manager(
+            0,
+            2,
+            request_status={7: KVPoll.WaitingForInput},
+            update_status=lambda room, status: failed.append(room),
+        )
+        self.init(manager)
+        manager.transfer_infos[7] = {"session": "info"}
+        now += 300
+        assert not transfer._is_over(manager, 7)
+        now += 1
+        assert transfer._is_over(manager, 7)
+        assert failed == [7]
+
+    def test_telling_decode_servers_that_are_gone_takes_one_socket_for_each(self, sglang: SimpleNamespace):
+        """A context for each message ran the scheduler out of descriptors."""
+        told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        class Manager(SimpleNamespace):
+            def sync_status_to_decode_endpoint(self, remote: str, port: int, room: int, status: Any, rank: int) -> None:
+                told.put((room, self._connect(f"tcp://127.0.0.1:{port}")))
+                raise OSError("gone")
+
+        teller = transfer.Teller(Manager(**vars(self.manager(0, 2))))
+        for room in range(200):
+            teller.tell(SimpleNamespace(endpoint="decode", dst_port=1 + room % 2, room=room))
+        seen = [told.get(timeout=10) for _ in range(200)]
+        assert [room for room, _ in seen] == list(range(200)), "one that is gone keeps nobody from being told"
+        assert len({id(socket) for _, socket in seen}) == 2
 
     def test_a_chunk_that_was_translated_cannot_be_translated_again(self):
         """ATOM#234, tpu-inference#3344: physical pages come with positions that are no slice."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cp_shared_kv.rooms import PrefillAnswers, TransferThread, UnansweredRooms
+from cp_shared_kv.rooms import Announcements, PrefillAnswers, TransferThread, UnansweredRooms
 
 TIMEOUT_S = 10
 """How long a thread of a test may take; none needs more than milliseconds."""
@@ -274,3 +274,39 @@ def test_pages_are_held_from_the_first_question_on(monkeypatch: pytest.MonkeyPat
     assert answers.held_until(8, 10) == (1014.0, True)
     answers.forget(7)
     assert answers.held_until(7, 10) == (1014.0, True), "a new request of the same room has its own time"
+
+
+# Announcements.
+
+
+def test_a_room_counts_from_its_first_announcement(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    infos = Announcements()
+    infos[7] = {}
+    now = 1005.0
+    infos[7]["second decode rank"] = "info"
+    infos[7] = dict(infos[7])
+    assert infos.since(7) == 1000.0
+    assert infos.since(8) == 1005.0, "not announced yet"
+
+
+def test_a_room_that_is_taken_away_and_announced_again_counts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    infos = Announcements()
+    infos[7] = {"session": "info"}
+    assert infos.pop(7) == {"session": "info"}
+    assert infos.pop(7, None) is None
+    now = 1005.0
+    infos[7] = {}
+    assert infos.since(7) == 1005.0
+
+
+def test_an_announcement_for_a_room_that_was_just_taken_away_is_kept() -> None:
+    """SGLang's thread makes an entry for the room first, and fills it by another look-up."""
+    infos = Announcements()
+    infos[7] = {}
+    infos.pop(7)
+    infos[7]["session"] = "info"
+    assert infos == {7: {"session": "info"}}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ class NotingSocket:
             room = int(message[0])
             if room in self._manager.request_status:
                 self._answers.note_final(room)
+                if room not in self._manager.request_status:  # it has ended in between
+                    self._answers.forget(room)
                 return message
 
     def __getattr__(self, name: str) -> Any:
@@ -65,12 +68,14 @@ def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     answers = PrefillAnswers()
     setattr(instance, ANSWERS_ATTRIBUTE, answers)
     instance.server_socket = NotingSocket(instance, answers)
+    # Stock's thread looks a room up after it has seen that it is there; one that ends in between would end the thread.
+    instance.required_prefill_response_num_table = defaultdict(int)
 
 
 def _all_ranks_are_done(manager: Any, room: int) -> bool:
     """Whether every prefill rank has reported success; a rank does when it has written to all decode ranks."""
-    expected = manager.required_prefill_response_num_table.get(room)
-    return expected is not None and len(manager.prefill_response_tracker.get(room, ())) >= expected
+    expected = manager.required_prefill_response_num_table.get(room, 0)
+    return 0 < expected <= len(manager.prefill_response_tracker.get(room, ()))
 
 
 def _receiver_poll(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,9 @@ from typing import Any
 
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.patches.transfer import (
+    Sending,
     abort_before_sending,
+    announced_by_all,
     forget_room,
     layout_of,
     logger,
@@ -53,7 +55,8 @@ def _take_over(manager: Any, room: int) -> None:
     sending = sending_of(manager)
     assert sending is not None
     if room in sending.unanswered:
-        if tell_decode_failed(manager, room):
+        if announced_by_all(manager, room):
+            tell_decode_failed(manager, room)
             forget_room(manager, room)
         sending.unanswered.discard(room)
 
@@ -75,25 +78,27 @@ def _queue_pop_bootstrapped(
     sending = sending_of(manager)
     if sending is None:
         return wrapped(*args, **kwargs)
-    for room in sending.unanswered.settle(lambda room: tell_decode_failed(manager, room)):
+    for room in sending.unanswered.settle(lambda room: announced_by_all(manager, room)):
+        tell_decode_failed(manager, room)
         forget_room(manager, room)
     result = wrapped(*args, **kwargs)
     bootstrapped = result[0] if isinstance(result, tuple) else result
     bootstrapped[:] = [req for req in bootstrapped if not _failed_for_its_pages(queue, req)]
     for req in bootstrapped:
-        _reopen_sessions(manager, req.bootstrap_room)
+        _reopen_sessions(manager, sending, req.bootstrap_room)
     return result
 
 
-def _reopen_sessions(manager: Any, room: int) -> None:
-    """Take the decode ranks of a request for alive again: they have announced themselves since a write failed."""
-    for info in list(manager.transfer_infos.get(room, {}).values()):
-        session = info.mooncake_session_id
+def _reopen_sessions(manager: Any, sending: Sending, room: int) -> None:
+    """Take the decode ranks of a request for alive again that have announced themselves since a write failed."""
+    for session in list(manager.transfer_infos.get(room, {})):
+        failed_at = sending.failed_at.get(session)
+        if failed_at is None or manager.transfer_infos.since(room) < failed_at:
+            continue
         with manager.session_lock:
-            if session not in manager.failed_sessions:
-                continue
             manager.failed_sessions.discard(session)
             manager.session_failures.pop(session, None)
+        del sending.failed_at[session]
         logger.info("CP shared KV: decode session %s is taken for alive again, it has asked for room %s", session, room)
 
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import queue
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,8 +34,8 @@ from cp_shared_kv.transfer import chunk_problem, split_chunk, split_state
 logger = logging.getLogger("cp_shared_kv")
 
 STATE_ATTRIBUTE = "_cp_shared_kv_sending"
-#: How long a status message may take to leave; a busy host can stall a send for seconds.
-LINGER_MS = 60_000
+#: How long a status message may wait for room in its socket, which is full only where nobody has read for long.
+SEND_TIMEOUT_MS = 1_000
 
 
 @dataclass
@@ -43,16 +45,20 @@ class Sending:
     Attributes:
         layout: placement, with this rank's number.
         unanswered: requests that ended before decode announced itself for them.
+        teller: tells decode ranks of failures.
         patience_s: how long decode waits for a request's pages; nothing is written for it afterwards.
         threads: the manager's transfer threads.
         failed_state: requests and decode sessions whose index-K could not be sent.
+        failed_at: decode session -> ``time.monotonic()`` of the last write to it that failed.
     """
 
     layout: CpSharedKVLayout
     unanswered: UnansweredRooms
+    teller: Teller
     patience_s: float
     threads: list[TransferThread] = field(default_factory=list)
     failed_state: set[tuple[int, str]] = field(default_factory=set)
+    failed_at: dict[str, float] = field(default_factory=dict)
 
 
 def sending_of(manager: Any) -> Sending | None:
@@ -87,7 +93,10 @@ def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     from sglang.srt.environ import envs
 
     sending = Sending(
-        layout, UnansweredRooms(instance.bootstrap_timeout), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+        layout,
+        UnansweredRooms(instance.bootstrap_timeout),
+        Teller(instance),
+        envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get(),
     )
     setattr(instance, STATE_ATTRIBUTE, sending)
     instance.transfer_infos = Announcements()
@@ -142,6 +151,8 @@ def note_failure(manager: Any, room: int, reason: str) -> None:
     """
     from sglang.srt.disaggregation.base.conn import KVPoll
 
+    if room not in manager.request_status:
+        return  # it has ended already
     logger.error("CP shared KV: request with bootstrap room %s fails: %s", room, reason)
     manager.record_failure(room, reason)
     manager.update_status(room, KVPoll.Failed)
@@ -153,48 +164,63 @@ def refuse_request(manager: Any, room: int, reason: str) -> None:
     note_failure(manager, room, reason)
 
 
-def tell_decode_failed(manager: Any, room: int) -> bool:
-    """Send every decode rank of a request the status Failed, from sockets of this thread.
+class Teller:
+    """Tells decode ranks of failures from a thread of its own, since a socket belongs to the thread that uses it."""
 
-    The manager's sockets belong to its transfer threads.
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="cp_shared_kv_teller", daemon=True).start()
 
-    Returns:
-        False, with nothing sent, where some decode ranks have yet to announce themselves.
-    """
-    import zmq
-    from sglang.srt.disaggregation.base.conn import KVPoll
+    def tell(self, info: Any) -> None:
+        """Tell one decode rank.
 
+        Args:
+            info: its ``TransferInfo`` for the request.
+        """
+        self._queue.put(info)
+
+    def _run(self) -> None:
+        import zmq
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        manager, context = self._manager, zmq.Context()
+        sockets: dict[str, Any] = {}
+
+        def connect(endpoint: str, is_ipv6: bool = False) -> Any:
+            if endpoint not in sockets:
+                sockets[endpoint] = socket = context.socket(zmq.PUSH)
+                socket.setsockopt(zmq.IPV6, int(is_ipv6))
+                socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
+                socket.connect(endpoint)
+            return sockets[endpoint]
+
+        # Stock's own message, sent through another socket.
+        sender = types.SimpleNamespace(_connect=connect)
+        rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
+        rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
+        while True:
+            info = self._queue.get()
+            try:
+                sync = type(manager).sync_status_to_decode_endpoint
+                sync(sender, info.endpoint, info.dst_port, info.room, KVPoll.Failed, rank)
+            except Exception:  # a decode rank that is gone must not keep others from being told
+                logger.exception("CP shared KV: decode could not be told that room %s has failed", info.room)
+
+
+def announced_by_all(manager: Any, room: int) -> bool:
+    """Whether all decode ranks of a request have announced themselves."""
     infos = list(manager.transfer_infos.get(room, {}).values())
-    if not infos or len(infos) < infos[0].required_dst_info_num:
-        return False
-    context = zmq.Context()
-    opened: list[Any] = []
+    return bool(infos) and len(infos) >= infos[0].required_dst_info_num
 
-    def connect(endpoint: str, is_ipv6: bool = False) -> Any:
-        socket = context.socket(zmq.PUSH)
-        if is_ipv6:
-            socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.LINGER, LINGER_MS)
-        socket.connect(endpoint)
-        opened.append(socket)
-        return socket
 
-    # Stock's own message, sent through another socket.
-    sender = types.SimpleNamespace(_connect=connect)
-    rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
-    rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
-    sync = type(manager).sync_status_to_decode_endpoint
-    for info in infos:
+def tell_decode_failed(manager: Any, room: int) -> None:
+    """Tell the decode ranks that have announced themselves for a request that it has failed."""
+    sending = sending_of(manager)
+    assert sending is not None
+    for info in list(manager.transfer_infos.get(room, {}).values()):
         if not info.is_dummy:
-            sync(sender, info.endpoint, info.dst_port, info.room, KVPoll.Failed, rank)
-    for socket in opened:
-        socket.close()
-    if opened:
-        # Closing waits for the messages to leave, up to the linger time: not on the scheduler thread.
-        threading.Thread(target=context.term, daemon=True).start()
-    else:
-        context.term()
-    return True
+            sending.teller.tell(info)
 
 
 def forget_room(manager: Any, room: int) -> None:
@@ -226,7 +252,7 @@ def _is_over(manager: Any, room: int) -> bool:
     assert sending is not None
     if manager.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
         return True
-    if manager.transfer_infos.age(room) > sending.patience_s:
+    if time.monotonic() - manager.transfer_infos.since(room) > sending.patience_s:
         note_failure(manager, room, f"decode has waited for {sending.patience_s} s and may have given its pages away")
         return True
     return False
@@ -236,20 +262,20 @@ def _transfer_worker(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
     manager, sending = instance, sending_of(instance)
     if sending is None:
         return wrapped(*args, **kwargs)
-    queue, executor = argument(args, kwargs, 0, "queue"), argument(args, kwargs, 1, "executor")
-    thread = TransferThread(queue, executor, lambda room: _is_over(manager, room))
+    chunks, executor = argument(args, kwargs, 0, "queue"), argument(args, kwargs, 1, "executor")
+    thread = TransferThread(chunks, executor, lambda room: _is_over(manager, room))
     sending.threads.append(thread)
     while True:
         try:
             return wrapped(thread, thread)
         except Exception as error:
             room = thread.room
-            thread.finish()
             if room is None:
                 raise
             logger.exception("CP shared KV: a transfer thread goes on after an error")
             cause = error.__context__ or error  # stock's own text says that the server is dead
             note_failure(manager, room, f"the transfer failed: {type(cause).__name__}: {cause}")
+            thread.finish()
 
 
 def _sync_status(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,14 +332,15 @@ def _sender_clear(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     sending = sending_of(manager)
     if sending is None:
         return wrapped(*args, **kwargs)
-    told = sender.conclude_state != KVPoll.Failed or tell_decode_failed(manager, room)
-    announced = dict(manager.transfer_infos.get(room, {}))
-    result = wrapped(*args, **kwargs)
-    if not told and not _has_begun(sender):
-        sending.unanswered.add(room)
-        if announced:
-            manager.transfer_infos[room].update(announced)
-    return result
+    if sender.conclude_state == KVPoll.Failed:
+        if not _has_begun(sender) and not announced_by_all(manager, room):
+            # What decode has announced, or is announcing just now, stays until it can be answered.
+            manager.request_status.pop(room, None)
+            manager.req_to_decode_prefix_len.pop(room, None)
+            sending.unanswered.add(room)
+            return None
+        tell_decode_failed(manager, room)
+    return wrapped(*args, **kwargs)
 
 
 def _add_transfer_request(
@@ -358,9 +385,14 @@ def request_problem(manager: Any, room: int, tokens: int, decode_prefix: int) ->
 
 def _send_kvcache(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rc = wrapped(*args, **kwargs)
-    if layout_of(instance) is not None and rc == 0:
+    sending = sending_of(instance)
+    if sending is None:
+        return rc
+    if rc == 0:
         pages = len(argument(args, kwargs, 1, "prefill_kv_indices"))
         COUNTERS.add(kv_pages_sent=pages, kv_bytes_sent=pages * instance.kv_item_lens_sum)
+    else:
+        sending.failed_at[argument(args, kwargs, 0, "mooncake_session_id")] = time.monotonic()
     return rc
 
 
@@ -452,8 +484,8 @@ GROUP = PatchGroup(
         Patch(
             "transfer.send_kvcache",
             _send_kvcache,
-            why="counts what was sent",
-            until="SGLang counts pages and bytes sent per rank",
+            why="counts what was sent, and notes when a write failed, since a later request proves decode alive",
+            until="SGLang counts pages and bytes sent per rank, and does not give up a decode server for one write",
         ),
         Patch(
             "transfer.maybe_send_extra",
