@@ -73,13 +73,13 @@ demo: setup ## stock SGLang beside CP shared KV on real servers; CP=4 for four r
 test: setup ## all tests, real servers included
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-test-fast: setup ## unit tests only
+test-fast: setup ## the tests that start no ranks and no servers (about 3 minutes)
 	@$(BIN)/python -m pytest -m "not e2e and not pd and not gloo and not slow" $(PYTEST_FLAGS)
 
-mutants: setup ## break the product in small ways, one at a time, and see a test fail (about an hour); MUTANTS="word ..." for some
+mutants: setup ## break the product in small ways and see a test fail (about an hour); MUTANTS="word ..." for some
 	@cd tests && ../$(BIN)/python -m mutation $(MUTANTS)
 
-soak: setup ## mixed traffic for 10 minutes, every answer compared with stock; SOAK_FLAGS="--seconds 3600 --cp 4 --fp8 --seed 7"
+soak: setup ## 10 minutes of mixed traffic, every answer compared with stock; SOAK_FLAGS="--seconds 3600 --cp 4 --fp8"
 	@cd tests && ../$(BIN)/python -m soak $(SOAK_FLAGS)
 
 lint: setup ## ruff check, ruff format --check, mypy

@@ -46,7 +46,7 @@ class Spec:
         dump: compare pools: every prefill rank reports its persistent pool after each step.
         spawn: start processes as SGLang does (slow); otherwise fork them from one that has imported SGLang.
         decode_tokens: ``--max-total-tokens`` of the decode engine.
-        decode_plugin: load the plugin on the decode side too, without asking for shared KV there.
+        decode_plugin: load the plugin on the decode side too, asked for by ``SGLANG_PLUGINS`` alone.
         decode_shared: turn the plugin on at the decode side, which then keeps pages until prefill is done with them.
         auto: ask for shared KV by ``SGLANG_PLUGINS`` alone.
         foreign_patch: have somebody else replace one of the seams before the prefill engine starts.

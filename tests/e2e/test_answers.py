@@ -130,4 +130,4 @@ def test_without_chunking_answers_equal_stock() -> None:
     for name, answers in report.answers.items():
         # Chunk boundaries change the split of a prompt over ranks, never its tokens.
         assert [a.ids for a in answers] == [a.ids for a in reference.answers[name]], name
-    assert "CP shared KV stays off, this server is stock" in report.decode_log
+    assert "CP shared KV: on for this decode server (SGLANG_PLUGINS names cp_shared_kv)" in report.decode_log

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 from typing import Any
 
 import pytest
@@ -111,7 +112,7 @@ def test_what_the_plugin_keeps_of_a_request_on_either_side_is_counted() -> None:
     answers.forget(7)
     assert set(kept_by_the_plugin(decode).values()) == {0}
     sending = transfer_patches.Sending(
-        CpSharedKVLayout(64, 2, 0), UnansweredRooms(60), 60, failed_state={(7, "decode")}
+        CpSharedKVLayout(64, 2, 0), UnansweredRooms(60), MagicMock(), 60, failed_state={(7, "decode")}
     )
     prefill = SimpleNamespace(**{transfer_patches.STATE_ATTRIBUTE: sending})
     assert sum(kept_by_the_plugin(prefill).values()) == 1
