@@ -3,8 +3,8 @@
 #
 #   MODEL=/models/DeepSeek-V3.2 HOST=10.0.0.2 examples/launch_decode_8xh200.sh [further flags of SGLang]
 #
-# One environment variable is all that this node needs. With the plugin installed here too, pages of a request that its
-# client aborts are given away only when prefill has stopped writing to them.
+# One environment variable is all that this node must have. With the plugin installed here too, pages of a request that
+# its client aborts are given away only when prefill has stopped writing to them.
 set -euo pipefail
 
 MODEL=${MODEL:-deepseek-ai/DeepSeek-V3.2}
@@ -13,7 +13,7 @@ PORT=${PORT:-30000}
 
 # Take pages from all 8 prefill ranks. Without it decode asks rank 0 only, and requests time out while bootstrapping.
 export SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1
-# Turns the plugin on where it is installed; without it, SGLang does not look at the name.
+# Turns the plugin on where it is installed. SGLang then loads no plugin that is not named here: add others by comma.
 export SGLANG_PLUGINS=cp_shared_kv
 
 flags=(

@@ -100,6 +100,18 @@ class Announcements(dict[int, dict[str, Any]]):
         return self._since.get(room, time.monotonic())
 
 
+class Statuses(dict[int, int]):
+    """SGLang's ``request_status``, room -> ``KVPoll``, in which a missing room reads as bootstrapping.
+
+    Stock looks a room up after it has seen that it is there; one that ends in between would end that thread.
+    """
+
+    BOOTSTRAPPING = 1
+
+    def __missing__(self, room: int) -> int:
+        return self.BOOTSTRAPPING
+
+
 class UnansweredRooms:
     """Requests of a prefill rank that ended while decode, or some of its ranks, had yet to announce itself.
 

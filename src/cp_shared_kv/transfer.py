@@ -2,7 +2,7 @@
 
 Stock splits a chunk's page list into contiguous runs and names a run's place by a slice. Here a rank's pages lie
 anywhere in the list, so the place is an array of positions; ``destination[positions]`` works where a slice did. A slice
-clips silently and an array raises, and an exception kills a transfer thread for good, so positions are checked against
+clips silently and an array raises in the transfer thread, when it is too late to tell, so positions are checked against
 every destination before a chunk is queued. The check uses the end of the *whole* chunk, which is the same on all ranks:
 either every rank sends its part of a chunk or none does.
 

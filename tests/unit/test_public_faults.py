@@ -465,13 +465,9 @@ class TestTransfer:
         now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: now)
         failed: list[int] = []
-        manager = self.manager(
-            0,
-            2,
-            request_status={7: KVPoll.WaitingForInput},
-            update_status=lambda room, status: failed.append(room),
-        )
+        manager = self.manager(0, 2, update_status=lambda room, status: failed.append(room))
         self.init(manager)
+        manager.request_status[7] = KVPoll.WaitingForInput
         manager.transfer_infos[7] = {"session": "info"}
         now += 300
         assert not transfer._is_over(manager, 7)

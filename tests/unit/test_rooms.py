@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import threading
 import time
 from collections import deque
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from cp_shared_kv.rooms import Announcements, PrefillAnswers, TransferThread, UnansweredRooms
+from cp_shared_kv.rooms import Announcements, PrefillAnswers, Statuses, TransferThread, UnansweredRooms
+from cp_shared_kv.seams import SourceTree
 
 TIMEOUT_S = 10
 """How long a thread of a test may take; none needs more than milliseconds."""
@@ -310,3 +312,15 @@ def test_an_announcement_for_a_room_that_was_just_taken_away_is_kept() -> None:
     infos.pop(7)
     infos[7]["session"] = "info"
     assert infos == {7: {"session": "info"}}
+
+
+# Statuses.
+
+
+def test_a_room_that_ended_reads_as_bootstrapping_and_stays_away() -> None:
+    source = SourceTree.installed().file_of("sglang.srt.disaggregation.base.conn").read_text(encoding="utf-8")
+    assert re.search(rf"class KVPoll\b.*?\bBootstrapping = {Statuses.BOOTSTRAPPING}\n", source, re.DOTALL)
+    statuses = Statuses({7: 3})
+    assert (statuses[7], statuses[8]) == (3, Statuses.BOOTSTRAPPING)
+    assert 8 not in statuses
+    assert statuses.get(8) is None

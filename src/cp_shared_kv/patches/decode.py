@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cp_shared_kv.patches import Patch, PatchGroup, argument
-from cp_shared_kv.rooms import PrefillAnswers
+from cp_shared_kv.rooms import PrefillAnswers, Statuses
 
 logger = logging.getLogger("cp_shared_kv")
 
@@ -66,6 +66,7 @@ def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     if getattr(mode, "value", mode) != "decode":
         return
     answers = PrefillAnswers()
+    instance.request_status = Statuses()
     setattr(instance, ANSWERS_ATTRIBUTE, answers)
     instance.server_socket = NotingSocket(instance, answers)
     # Stock's thread looks a room up after it has seen that it is there; one that ends in between would end the thread.
@@ -88,7 +89,9 @@ def _receiver_poll(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, 
         return status  # without `init_time` prefill does not know the pages yet
     if answers.is_final(room) or _all_ranks_are_done(manager, room):
         return status
-    until, first = answers.held_until(room, manager.waiting_timeout)
+    # Prefill begins no write once it has known of the request for one waiting timeout; another is left for those begun.
+    since_announced = time.time() - receiver.init_time
+    until, first = answers.held_until(room, 2 * manager.waiting_timeout - since_announced)
     if first:
         logger.info("CP shared KV: room %s has ended here, its pages are kept until prefill has stopped writing", room)
     if time.monotonic() < until:
@@ -96,7 +99,7 @@ def _receiver_poll(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, 
     logger.error(
         "CP shared KV: prefill has not answered for room %s in %s s; its pages are given away all the same",
         room,
-        manager.waiting_timeout,
+        2 * manager.waiting_timeout,
     )
     answers.note_final(room)
     return status
@@ -119,6 +122,8 @@ def _handle_node_failure(
         for room in list(instance.addr_to_rooms_tracker.get(address, ())):
             if room in instance.request_status:
                 answers.note_final(room)
+                if room not in instance.request_status:  # it has ended in between
+                    answers.forget(room)
     return wrapped(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Mooncake PD transfer: every prefill rank sends the pages it owns, each to its place, once.
 
-``MooncakeKVSender.send`` and the transfer worker stay stock: the sender counts whole chunks, so it knows the last one,
+``MooncakeKVSender.send`` stays stock: the sender counts whole chunks, so it knows the last one,
 and asks ``filter_kv_indices_for_cp_rank`` for this rank's part. That function now answers with physical pages and an
 array of positions where stock answers with a slice. Index-K pages are filtered where they are paired with decode's.
 
@@ -28,7 +28,7 @@ from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.plan import ceil_div
-from cp_shared_kv.rooms import Announcements, TransferThread, UnansweredRooms
+from cp_shared_kv.rooms import Announcements, Statuses, TransferThread, UnansweredRooms
 from cp_shared_kv.transfer import chunk_problem, split_chunk, split_state
 
 logger = logging.getLogger("cp_shared_kv")
@@ -100,6 +100,7 @@ def _manager_init(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     )
     setattr(instance, STATE_ATTRIBUTE, sending)
     instance.transfer_infos = Announcements()
+    instance.request_status = Statuses()
 
 
 def _filter_kv_indices(
@@ -253,7 +254,12 @@ def _is_over(manager: Any, room: int) -> bool:
     if manager.request_status.get(room, KVPoll.Failed) == KVPoll.Failed:
         return True
     if time.monotonic() - manager.transfer_infos.since(room) > sending.patience_s:
-        note_failure(manager, room, f"decode has waited for {sending.patience_s} s and may have given its pages away")
+        note_failure(
+            manager,
+            room,
+            f"decode asked for it more than {sending.patience_s} s ago and may have given its pages away; "
+            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT must be the same on both sides, and long enough",
+        )
         return True
     return False
 
@@ -294,7 +300,8 @@ def _poll(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwa
     failed = [
         i
         for i, sender in enumerate(senders)
-        if polls[i] == KVPoll.Failed and layout_of(getattr(sender, "kv_mgr", None)) is not None
+        # A warm-up's sender has no room; it fails only where SGLang is told to simulate failures.
+        if polls[i] == KVPoll.Failed and hasattr(sender, "bootstrap_room") and layout_of(sender.kv_mgr) is not None
     ]
     if not failed:
         return polls
@@ -404,7 +411,7 @@ def _maybe_send_extra(wrapped: Callable[..., Any], instance: Any, args: tuple[An
     try:
         rc, pages = _send_owned_state(wrapped, manager, sending.layout, req, args, kwargs)
     except Exception:
-        # An exception would kill this transfer thread and hang every later request on it.
+        # An exception would leave the other decode ranks of the request without an answer.
         logger.exception("CP shared KV: sending index-K of bootstrap room %s failed", req.room)
         rc, pages = -1, 0
     if rc != 0:
