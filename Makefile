@@ -76,7 +76,7 @@ test: setup ## all tests, real servers included
 test-fast: setup ## the tests that start no ranks and no servers (about 3 minutes)
 	@$(BIN)/python -m pytest -m "not e2e and not pd and not gloo and not slow" $(PYTEST_FLAGS)
 
-mutants: setup ## break the product in small ways and see a test fail (about an hour); MUTANTS="word ..." for some
+mutants: setup ## break the product in small ways and see a test fail (about half an hour); MUTANTS="word ..." for some
 	@cd tests && ../$(BIN)/python -m mutation $(MUTANTS)
 
 soak: setup ## 10 minutes of mixed traffic, every answer compared with stock; SOAK_FLAGS="--seconds 3600 --cp 4 --fp8"

@@ -13,7 +13,8 @@ PORT=${PORT:-30000}
 
 # Take pages from all 8 prefill ranks. Without it decode asks rank 0 only, and requests time out while bootstrapping.
 export SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER=1
-# Turns the plugin on where it is installed. SGLang then loads no plugin that is not named here: add others by comma.
+# Turns the plugin on where it is installed and finds what it needs, else the server is stock, with a warning; add the flag
+# --enable-nsa-prefill-cp-shared-kv to have the launch stop instead. SGLang loads no plugin that is not named here.
 export SGLANG_PLUGINS=cp_shared_kv
 
 flags=(

@@ -339,6 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with Fleet(console.say, console.status, options.patience) as fleet:
             comparison = Demo(prompts, options.cp, work, console, fleet).run()
         if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(comparison.as_json(), indent=1) + "\n")
         return report(comparison, console)
     except DemoError as error:

@@ -53,7 +53,7 @@ def load() -> None:
     try:
         configure_logging()
         decision = config.published()
-        asked = config.requested(os.environ, flag=False).state
+        asked = config.requested(os.environ, flag=FLAG in sys.argv).state
     except config.ConfigError as error:
         _stop(error)
     if decision is not None:
@@ -136,7 +136,7 @@ def decide(server_args: Any) -> Decision | None:
     setattr(server_args, DECISION_ATTRIBUTE, _TravellingDecision.of(decision))
     if role == "decode":
         logger.info(
-            "CP shared KV: on for this decode server (%s), SGLang %s; pages are kept until prefill has stopped writing",
+            "CP shared KV: on for this decode server (%s), SGLang %s; pages of requests that end early are freed late",
             request.source,
             decision.release,
         )

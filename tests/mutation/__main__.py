@@ -61,6 +61,9 @@ def verdict(mutant: Mutant) -> tuple[bool, str]:
 
 def main(words: list[str]) -> int:
     chosen = [m for m in MUTANTS if not words or any(word in m.name or word in m.file for word in words)]
+    if not chosen:
+        print("No mutant has such a word in its name or file. There are:", *(m.name for m in MUTANTS), sep="\n  ")
+        return 2
     survivors = []
     for number, mutant in enumerate(chosen, 1):
         began = time.monotonic()

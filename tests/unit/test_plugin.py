@@ -248,6 +248,17 @@ class TestLoadStops:
             plugin.load()
             assert ("CP shared KV stays off" in caplog.text) == ("SGLANG_PLUGINS" in variables)
 
+    def test_the_flag_alone_stops_too_with_the_reason(self, monkeypatch: pytest.MonkeyPatch):
+        """SGLang's parser does not know the flag then, and would say no more than that."""
+
+        def broken() -> None:
+            raise SeamError(["SGLang 9.9 is not a supported release"])
+
+        monkeypatch.setattr(plugin, "_patch_arguments", broken)
+        monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "m", config.FLAG])
+        with pytest.raises(SystemExit, match=r"SGLang 9\.9 is not a supported release"):
+            plugin.load()
+
     def test_an_unexpected_error_stops_too_where_shared_kv_was_asked_for(self, monkeypatch: pytest.MonkeyPatch):
         def broken() -> None:
             raise KeyError("unexpected")
