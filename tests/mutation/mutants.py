@@ -193,10 +193,17 @@ MUTANTS = (
         POOL,
     ),
     Mutant(
-        "ranks are gathered in another order",
+        "pages are looked for at another rank's place",
+        "plan.py",
+        "        place[where[:share]] = rank * share + ",
+        "        place[where[:share]] = (layout.cp_size - 1 - rank) * share + ",
+        POOL,
+    ),
+    Mutant(
+        "a rank gathers into its own part alone",
         "collectives.py",
-        "            own = workspace[self.rank * share : (self.rank + 1) * share]",
-        "            own = workspace[(self.size - 1 - self.rank) * share : (self.size - self.rank) * share]",
+        "            _all_gather(workspace[: self.size * share], own, group=self.process_group)\n",
+        "",
         POOL,
     ),
     Mutant(
@@ -241,7 +248,7 @@ MUTANTS = (
         "divergence.py",
         "if any(not torch.equal(other, said[0]) for other in said):",
         "if False:",
-        unit("divergence"),
+        GROUP,
     ),
     Mutant(
         "the checksum forgets earlier forwards",
