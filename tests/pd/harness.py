@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import socket
 import subprocess
@@ -10,9 +11,20 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+
 from .scenario import Report, Scenario
 from .server import ENVIRONMENT
 
+#: Of every test module that calls :func:`run`.
+MARKS = [
+    pytest.mark.pd,
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("sglang", "mooncake")),
+        reason="needs sglang and a build of mooncake",
+    ),
+]
 IMPORT_S = 120
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[__package__.count(".") + 1]

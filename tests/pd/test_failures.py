@@ -6,7 +6,6 @@ with its times and destinations, so a late one is seen twice (``late_writes``, `
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -21,17 +20,10 @@ from .checks import (
     assert_served,
     late_writes,
 )
-from .harness import run
+from .harness import MARKS, run
 from .scenario import ABORTED, SUCCESS, Abort, Report, Request, Scenario, SlowWrite, WriteFault
 
-pytestmark = [
-    pytest.mark.pd,
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("sglang", "mooncake")),
-        reason="needs sglang and a build of mooncake",
-    ),
-]
+pytestmark = MARKS
 
 
 @dataclass(frozen=True)

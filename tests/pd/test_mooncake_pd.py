@@ -6,7 +6,6 @@ request also shows that those before it left nothing behind. Each test looks at 
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from functools import cache
 
@@ -19,17 +18,10 @@ from .checks import (
     assert_nothing_else_happened,
     assert_served,
 )
-from .harness import run
+from .harness import MARKS, run
 from .scenario import ABORTED, HUNG, ITEM_LEN, LAYERS, PAGE_SIZE, SUCCESS, Report, Request, Scenario, WriteFault
 
-pytestmark = [
-    pytest.mark.pd,
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("sglang", "mooncake")),
-        reason="needs sglang and a build of mooncake",
-    ),
-]
+pytestmark = MARKS
 
 # The page list of the public report on lost pages (sglang#28718): fragmented and out of order.
 PUBLIC_FAULT = (40, 3, 17, 90, 4, 55, 8, 21)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import time
 import types
@@ -11,19 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from standins import KVPoll
 
 from cp_shared_kv.patches import decode
 
 ROOM = 7
 W = 300
-
-
-class KVPoll(enum.IntEnum):
-    Failed = 0
-    Bootstrapping = 1
-    WaitingForInput = 2
-    Transferring = 3
-    Success = 4
 
 
 class Clock:

@@ -22,6 +22,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from standins import KVPoll
 from test_gate import BROKEN, LATER_ARGUMENTS, NAMES, facts
 from torch.overrides import TorchFunctionMode
 
@@ -124,14 +125,6 @@ class Stock:
 
     def set_mla_kv_buffer(self, layer: Any, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
         self.kv_buffer[layer.layer_id][loc] = torch.cat([nope, rope], dim=-1)
-
-
-class KVPoll(enum.IntEnum):
-    Failed = 0
-    Bootstrapping = 1
-    WaitingForInput = 2
-    Transferring = 3
-    Success = 4
 
 
 class StateType(enum.Enum):

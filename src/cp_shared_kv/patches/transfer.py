@@ -229,6 +229,10 @@ def forget_room(manager: Any, room: int) -> None:
     manager.request_status.pop(room, None)
     manager.req_to_decode_prefix_len.pop(room, None)
     manager.transfer_infos.pop(room, None)
+    _forget_failure(manager, room)
+
+
+def _forget_failure(manager: Any, room: int) -> None:
     with manager.failure_lock:
         manager.failure_records.pop(room, None)
 
@@ -241,8 +245,7 @@ def abort_before_sending(sender: Any) -> None:
     """
     sender.abort()
     sender.clear()
-    with sender.kv_mgr.failure_lock:
-        sender.kv_mgr.failure_records.pop(sender.bootstrap_room, None)
+    _forget_failure(sender.kv_mgr, sender.bootstrap_room)
 
 
 def _is_over(manager: Any, room: int) -> bool:
