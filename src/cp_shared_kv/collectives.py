@@ -7,16 +7,31 @@ which is the bound for a dense local view; an all-reduce of a zero-filled view w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cp_shared_kv.kernels import copy_pages
 from cp_shared_kv.plan import Surplus
 
 #: torch 2.13 renames the call and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _send_surplus(regions: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: Sequence[int], group: Any) -> None:
+    """Send each region from its owner to all others; on NCCL one launch, whatever their number."""
+    operations = [
+        dist.P2POp(dist.isend if owner == rank else dist.irecv, region, ranks[peer], group=group)
+        for owner, region in regions
+        for peer in (range(len(ranks)) if owner == rank else (owner,))
+        if peer != rank
+    ]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def page_rows(buffer: torch.Tensor, pages: int) -> torch.Tensor:
@@ -35,12 +50,29 @@ def page_rows(buffer: torch.Tensor, pages: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GatherIndices:
-    """Device-side part of a plan that the gather needs; all int64 on the pool's device."""
+    """Device-side part of a plan that the gather needs; the tensors int64 on the pool's device.
+
+    Attributes:
+        base_share: pages that each rank contributes to the all-gather.
+        surplus: pages that one rank sends to the others.
+        own_workspace, own_physical: pages that this rank copies from its pool into the workspace before that.
+    """
 
     base_share: int
     surplus: tuple[Surplus, ...]
-    source: torch.Tensor
-    surplus_source: torch.Tensor
+    own_workspace: torch.Tensor
+    own_physical: torch.Tensor
+
+
+def own_communicator(group: Any) -> dist.ProcessGroup:
+    """A process group of its own with the ranks of a group coordinator; made by each of them.
+
+    Gathers that run beside a layer must not share a communicator with the layer's own collective calls: those of one
+    communicator run one after another.
+    """
+    return dist.new_group(
+        list(group.ranks), backend=dist.get_backend(group.device_group), use_local_synchronization=True
+    )
 
 
 class PageGather:
@@ -49,10 +81,11 @@ class PageGather:
     Args:
         group: SGLang's group coordinator of the attention-CP ranks (``get_attn_cp_group()``); the attributes
             ``device_group``, ``ranks``, ``rank_in_group`` and ``world_size`` are used.
+        process_group: communicator with the same ranks in the same order; the group's own by default.
     """
 
-    def __init__(self, group: Any) -> None:
-        self.process_group = group.device_group
+    def __init__(self, group: Any, process_group: Any = None) -> None:
+        self.process_group = group.device_group if process_group is None else process_group
         self.ranks = list(group.ranks)
         self.rank = group.rank_in_group
         self.size = group.world_size
@@ -70,36 +103,35 @@ class PageGather:
         """
         share = indices.base_share
         received = 0
+        copy_pages(workspace, indices.own_workspace, physical, indices.own_physical)
         if share:
             own = workspace[self.rank * share : (self.rank + 1) * share]
-            torch.index_select(physical, 0, indices.source, out=own)
             _all_gather(workspace[: self.size * share], own, group=self.process_group)
             received += (self.size - 1) * share
-        for part in indices.surplus:
-            region = workspace[part.start : part.start + part.count]
-            if part.owner == self.rank:
-                torch.index_select(physical, 0, indices.surplus_source, out=region)
-            else:
-                received += part.count
-            dist.broadcast(region, src=self.ranks[part.owner], group=self.process_group)
+        if indices.surplus:
+            regions = [(part.owner, workspace[part.start : part.start + part.count]) for part in indices.surplus]
+            _send_surplus(regions, self.rank, self.ranks, self.process_group)
+            received += sum(part.count for part in indices.surplus if part.owner != self.rank)
         return received * workspace.shape[1] * workspace.element_size()
 
     def self_check(self, device: torch.device | str) -> None:
-        """Gather and broadcast one known page per rank; also makes the communicator take its memory now.
+        """Gather and send one known page per rank; also makes the communicator take its memory now.
 
         Raises:
             RuntimeError: a page came back wrong: the group is broken or its ranks are in another order.
         """
         physical = torch.full((2, 4), -1, dtype=torch.int64, device=device)
         physical[1] = 1000 + self.rank
-        workspace = torch.zeros((2 * self.size, 4), dtype=torch.int64, device=device)
-        one = torch.ones(1, dtype=torch.int64, device=device)
-        surplus = tuple(Surplus(r, self.size + r, 1) for r in range(self.size))
-        self.gather(physical, workspace, GatherIndices(1, surplus, one, one))
-        expected = [1000 + rank for rank in range(self.size)] * 2
-        found = workspace[:, 0].tolist()
-        if found != expected or not bool((workspace == workspace[:, :1]).all()):
-            raise RuntimeError(
-                f"CP shared KV self-check failed on attention-CP rank {self.rank}: gathered {found}, expected "
-                f"{expected}; the attention-CP process group is broken or its ranks are out of order"
-            )
+        expected = [1000 + rank for rank in range(self.size)]
+        own = torch.tensor([self.rank], dtype=torch.int64, device=device)
+        surplus = tuple(Surplus(rank, rank, 1) for rank in range(self.size))
+        # The all-gather first: ranks that are out of order could not even be sent to.
+        for share, parts in ((1, ()), (0, surplus)):
+            workspace = torch.zeros((self.size, 4), dtype=torch.int64, device=device)
+            self.gather(physical, workspace, GatherIndices(share, parts, own, torch.ones_like(own)))
+            found = workspace[:, 0].tolist()
+            if found != expected or not bool((workspace == workspace[:, :1]).all()):
+                raise RuntimeError(
+                    f"CP shared KV self-check failed on attention-CP rank {self.rank}: gathered {found}, expected "
+                    f"{expected}; the attention-CP process group is broken or its ranks are out of order"
+                )

@@ -22,6 +22,7 @@ PLUGINS_ENV = "SGLANG_PLUGINS"
 DECISION_ENV = "CP_SHARED_KV_DECISION"
 ALLOW_CHANGED_SOURCE_ENV = "CP_SHARED_KV_ALLOW_CHANGED_SOURCE"
 LOG_LEVEL_ENV = "CP_SHARED_KV_LOG_LEVEL"
+PREFETCH_ENV = "CP_SHARED_KV_PREFETCH"
 ALL_CP_RANKS_ENV = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
@@ -64,14 +65,27 @@ def parse_switch(value: str | None) -> bool | None:
     Raises:
         ConfigError: any other value.
     """
+    return _parse_bool(SWITCH_ENV, value, f"then {FLAG} or {PLUGINS_ENV} decide")
+
+
+def prefetch_wanted(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the next layer's prefix is fetched while a layer computes: yes, unless ``CP_SHARED_KV_PREFETCH`` says no.
+
+    Raises:
+        ConfigError: the variable has an unknown value.
+    """
+    value = (os.environ if environ is None else environ).get(PREFETCH_ENV)
+    return _parse_bool(PREFETCH_ENV, value, "then it is on") is not False
+
+
+def _parse_bool(name: str, value: str | None, unset: str) -> bool | None:
     if value is None or not value.strip():
         return None
     text = value.strip().lower()
     if text in _TRUE or text in _FALSE:
         return text in _TRUE
     raise ConfigError(
-        f"{SWITCH_ENV}={value!r} is not understood: accepted are 1/true/yes/on, 0/false/no/off, or unset "
-        f"(then {FLAG} or {PLUGINS_ENV} decide)"
+        f"{name}={value!r} is not understood: accepted are 1/true/yes/on, 0/false/no/off, or unset ({unset})"
     )
 
 

@@ -22,6 +22,7 @@ class Counters:
     Attributes:
         forwards: forwards that had a plan with requests in it.
         prefix_pages: distinct prefix pages read, summed over forwards.
+        host_page_reads: times that page ids were not known on the host and the device was waited for.
         gather_calls: gathers of one layer's MLA KV or index-K.
         gathered_bytes: bytes received from other ranks, padding included.
         kv_pages_sent, kv_bytes_sent: MLA KV pages handed to the transfer engine for decode, and their bytes.
@@ -31,6 +32,7 @@ class Counters:
 
     forwards: int = 0
     prefix_pages: int = 0
+    host_page_reads: int = 0
     gather_calls: int = 0
     gathered_bytes: int = 0
     kv_pages_sent: int = 0

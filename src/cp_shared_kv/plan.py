@@ -25,6 +25,10 @@ from cp_shared_kv.layout import CpSharedKVLayout
 
 #: The workspace holds one context and this fraction more, for padding where owners are out of balance.
 SLACK_FRACTION = 8
+#: From so many prefix pages on, padding may add one part in ``PADDING_FRACTION`` to what a rank receives. Below, bytes
+#: are so few that one collective call is worth more than they are.
+PADDING_COUNTS_FROM = 64
+PADDING_FRACTION = 50
 
 
 class PlanError(RuntimeError):
@@ -51,11 +55,17 @@ def workspace_pages(context_len: int, page_size: int, cp_size: int) -> int:
     return context_pages + max(cp_size, ceil_div(context_pages, SLACK_FRACTION)) + 1
 
 
+def workspace_count(prefetch: bool) -> int:
+    """Workspaces of a pool: one for the layer that computes, one for the layer that is fetched ahead."""
+    return 2 if prefetch else 1
+
+
 def gather_shares(counts: Sequence[int], capacity: int) -> int:
     """Pages that every rank contributes to the all-gather.
 
-    The largest count makes one all-gather do, padded for ranks with fewer pages. Where that does not fit, the largest
-    smaller share is taken whose remainder, each rank's surplus sent by broadcast, does; the smallest one pads nothing.
+    The largest count makes one all-gather do, padded for ranks with fewer pages. Where that does not fit, or pads a
+    long prefix by more than a fiftieth, the largest smaller share is taken that does not, and each rank sends its
+    surplus to the others; the smallest one pads nothing.
 
     Args:
         counts: prefix pages owned by each rank.
@@ -64,10 +74,14 @@ def gather_shares(counts: Sequence[int], capacity: int) -> int:
     Raises:
         PlanError: even without padding the pages do not fit.
     """
-    if sum(counts) > capacity:
-        raise PlanError(f"the batch reads {sum(counts)} prefix pages but the workspace has room for {capacity}")
+    total, others = sum(counts), len(counts) - 1
+    if total > capacity:
+        raise PlanError(f"the batch reads {total} prefix pages but the workspace has room for {capacity}")
     for share in range(max(counts), min(counts), -1):
-        if len(counts) * share + sum(max(0, count - share) for count in counts) <= capacity:
+        surplus = sum(max(0, count - share) for count in counts)
+        received = others * share + surplus  # by a rank without surplus; the bound is others / len(counts) * total
+        at_bound = PADDING_FRACTION * len(counts) * received <= (PADDING_FRACTION + 1) * others * total
+        if len(counts) * share + surplus <= capacity and (at_bound or total < PADDING_COUNTS_FROM):
             return share
     return min(counts)
 
@@ -90,7 +104,7 @@ class ForwardPlan:
         prefix_lens: tokens of each request that are read but not written.
         seq_lens: tokens of each request, prefix and chunk.
         base_share: pages that each rank contributes to the all-gather.
-        surplus: pages sent by broadcast, in workspace order.
+        surplus: pages that one rank sends to the others, in workspace order.
         gather_source: physical pages that this rank contributes, int64 ``(base_share,)``; dummy page as padding.
         surplus_source: physical pages of this rank's surplus, int64.
         keep_workspace: written pages that this rank owns, int64 ``(kept,)``.
@@ -101,6 +115,7 @@ class ForwardPlan:
         chunk_pages: distinct chunk pages of the batch.
         trash_page: the workspace's last page.
         cp_size: ranks in the attention-CP group.
+        cp_rank: the rank that this plan is for.
     """
 
     tables: npt.NDArray[np.int32]
@@ -117,11 +132,20 @@ class ForwardPlan:
     chunk_pages: int
     trash_page: int
     cp_size: int
+    cp_rank: int
 
     @property
     def gathered_pages(self) -> int:
         """Workspace pages that communication fills, padding included."""
         return self.cp_size * self.base_share + sum(part.count for part in self.surplus)
+
+    def own_pages(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Workspace pages that this rank fills from its own pool, and the physical pages they come from; int64."""
+        share = np.arange(self.cp_rank * self.base_share, (self.cp_rank + 1) * self.base_share)
+        surplus = [np.arange(s.start, s.start + s.count) for s in self.surplus if s.owner == self.cp_rank]
+        workspace = np.concatenate([share, *surplus, self.keep_workspace[self.restore]])
+        physical = np.concatenate([self.gather_source, self.surplus_source, self.keep_physical[self.restore]])
+        return workspace.astype(np.int64), physical
 
 
 def _split_request_pages(
@@ -220,6 +244,7 @@ def build_plan(
         chunk_pages=len(chunk),
         trash_page=trash,
         cp_size=layout.cp_size,
+        cp_rank=layout.cp_rank,
     )
 
 
@@ -247,4 +272,5 @@ def build_inert_plan(batch_size: int, pages: int, capacity: int) -> ForwardPlan:
         chunk_pages=0,
         trash_page=capacity - 1,
         cp_size=1,
+        cp_rank=0,
     )

@@ -110,6 +110,7 @@ def decide(server_args: Any) -> Decision | None:
         request = config.requested(os.environ, flag=bool(getattr(server_args, FLAG_ATTRIBUTE, False)))
         if request.state is not State.OFF:
             check_every()
+            config.prefetch_wanted()
     except config.ConfigError as error:
         _stop(error)
     if request.state is State.ON or FLAG in sys.argv:  # a flag that was dropped on the way is on the command line still

@@ -7,7 +7,8 @@ code write the chunk over it (with its own quantisation), copy the owned pages, 
 Copying whole pages is right because the gather has filled the page that the prefix ends in, and it carries the split
 K/scale layout of an index page along unseen.
 
-The workspace is one layer deep: it is stamped with the layer it holds, and a read of any other is an error.
+The workspace holds one layer, or two where the next layer's prefix is fetched ahead (:mod:`cp_shared_kv.prefetch`). It
+is stamped with the layer it holds, and a read of any other is an error.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
 from cp_shared_kv.collectives import GatherIndices, PageGather, page_rows
 from cp_shared_kv.divergence import DivergenceGuard
+from cp_shared_kv.host_pages import HostPages, PageCheck, to_device
+from cp_shared_kv.kernels import copy_pages, expand_page_table
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
-from cp_shared_kv.plan import ForwardPlan, build_plan
+from cp_shared_kv.plan import ForwardPlan, build_plan, workspace_count
+from cp_shared_kv.prefetch import LayerPrefetch
 
 
 class SharedPoolError(RuntimeError):
@@ -34,14 +38,21 @@ class SharedPoolError(RuntimeError):
 
 @dataclass
 class _Store:
-    """One kind of cached data: per-layer pages, their workspace, and the layer that the workspace holds."""
+    """One kind of cached data: per-layer pages, one or two workspaces, and the layer that each workspace holds.
+
+    Layers are numbered from 0 here; layer i uses workspace ``i % len(workspaces)``.
+    """
 
     name: str
     layers: list[torch.Tensor]
-    workspace: torch.Tensor
     layer_rows: list[torch.Tensor]
-    workspace_rows: torch.Tensor
-    holds: int | None = None
+    workspaces: list[torch.Tensor]
+    workspace_rows: list[torch.Tensor]
+    holds: list[int | None]
+
+    def rows_for(self, layer: int) -> torch.Tensor:
+        """Rows of the workspace that a layer uses."""
+        return self.workspace_rows[layer % len(self.workspaces)]
 
 
 class ActivePlan:
@@ -56,33 +67,26 @@ class ActivePlan:
         page_table: workspace page of each page position, int32 ``(batch, pages)``.
         indices: what the gather needs.
         keep_workspace, keep_physical: owned pages that were written and where they are kept, int64.
-        restore_workspace, restore_physical: of those, new pages that the chunk does not fill.
-        write_slots: workspace slot of each row of the chunk, int64; set by :meth:`set_write_slots`.
+        write_slots: workspace slot of each row of the chunk, int64; set by :meth:`token_slots`.
     """
 
     def __init__(self, plan: ForwardPlan, page_size: int, device: torch.device | str) -> None:
         self.plan = plan
         self.page_size = page_size
-        indices = (
-            plan.gather_source,
-            plan.surplus_source,
-            plan.keep_workspace,
-            plan.keep_physical,
-            plan.keep_workspace[plan.restore],
-            plan.keep_physical[plan.restore],
-        )
+        batch = len(plan.tables)
+        spans = np.zeros((3, batch), dtype=np.int64)
+        if plan.seq_lens:
+            spans[0], spans[1] = plan.prefix_lens, plan.seq_lens
+            spans[2, 1:] = np.cumsum(spans[1] - spans[0])[:-1]
+        parts = (*plan.own_pages(), plan.keep_workspace, plan.keep_physical, spans.ravel())
         # One upload for all indices: each transfer costs a launch.
-        packed = torch.from_numpy(np.concatenate(indices)).to(device, non_blocking=True)
-        (
-            source,
-            surplus_source,
-            self.keep_workspace,
-            self.keep_physical,
-            self.restore_workspace,
-            self.restore_physical,
-        ) = packed.split([len(part) for part in indices])
-        self.page_table = torch.from_numpy(plan.tables).to(device, non_blocking=True)
-        self.indices = GatherIndices(plan.base_share, plan.surplus, source, surplus_source)
+        packed = to_device(np.concatenate(parts), device)
+        own_workspace, own_physical, self.keep_workspace, self.keep_physical, packed_spans = packed.split(
+            [len(part) for part in parts]
+        )
+        self.page_table = to_device(plan.tables, device)
+        self.indices = GatherIndices(plan.base_share, plan.surplus, own_workspace, own_physical)
+        self._spans = packed_spans.view(3, batch)
         self.write_slots: torch.Tensor | None = None
 
     @property
@@ -90,31 +94,26 @@ class ActivePlan:
         """First slot of the trash page."""
         return self.plan.trash_page * self.page_size
 
-    def token_slots(self) -> torch.Tensor:
-        """Workspace slot of each token position, int32 ``(batch, pages * page_size)``; trash past the last page."""
-        offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.page_table.device)
-        return (self.page_table.unsqueeze(-1) * self.page_size + offsets).flatten(1)
-
-    def set_write_slots(self, token_slots: torch.Tensor, rows: int) -> None:
-        """Fix where the chunk's rows go.
+    def token_slots(self, width: int, rows: int) -> torch.Tensor:
+        """Workspace slots of token positions; also fixes where the chunk's rows go.
 
         Args:
-            token_slots: as :meth:`token_slots` gave it.
+            width: token positions of each request.
             rows: rows that will be written; those beyond the chunk's tokens are padding and go to trash.
+
+        Returns:
+            int32 ``(batch, width)``; trash past a request's last page.
 
         Raises:
             SharedPoolError: the chunk has more tokens than rows.
         """
-        parts = [
-            token_slots[i, prefix:seq]
-            for i, (prefix, seq) in enumerate(zip(self.plan.prefix_lens, self.plan.seq_lens, strict=True))
-        ]
-        padding = rows - sum(len(part) for part in parts)
-        if padding < 0:
-            raise SharedPoolError(f"the chunk has {rows - padding} tokens but only {rows} rows are written")
-        if padding:
-            parts.append(token_slots.new_full((padding,), self.trash_slot))
-        self.write_slots = torch.cat(parts).to(torch.int64) if parts else token_slots.new_empty(0, dtype=torch.int64)
+        tokens = sum(self.plan.seq_lens) - sum(self.plan.prefix_lens)
+        if tokens > rows:
+            raise SharedPoolError(f"the chunk has {tokens} tokens but only {rows} rows are written")
+        slots, self.write_slots = expand_page_table(
+            self.page_table, self._spans, self.page_size, width, rows, self.trash_slot
+        )
+        return slots
 
 
 def _first_difference(read: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
@@ -138,7 +137,13 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
 
     @classmethod
     def adopt(
-        cls, stock: NSATokenToKVPool, *, layout: CpSharedKVLayout, workspace_pages: int, gather: PageGather | None
+        cls,
+        stock: NSATokenToKVPool,
+        *,
+        layout: CpSharedKVLayout,
+        workspace_pages: int,
+        gather: PageGather | None,
+        prefetch: bool = False,
     ) -> CPSharedNSATokenToKVPool:
         """Take over a stock pool's tensors and add the workspace.
 
@@ -147,6 +152,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             layout: placement of the group, with this rank's number.
             workspace_pages: pages of the workspace, trash page included.
             gather: gather over the group; None only where plans never have prefix pages of other ranks.
+            prefetch: fetch the next layer's prefix while a layer computes; takes a second workspace.
 
         Raises:
             TypeError: ``stock`` is not exactly the stock NSA pool.
@@ -158,30 +164,40 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             raise ValueError(f"the pool has page size {stock.page_size}, the layout {layout.page_size}")
         pool = cls.__new__(cls)
         pool.__dict__.update(stock.__dict__)
-        pool._share(layout, workspace_pages, gather)
+        pool._share(layout, workspace_pages, gather, prefetch)
         return pool
 
-    def _share(self, layout: CpSharedKVLayout, workspace_pages: int, gather: PageGather | None) -> None:
+    def _share(self, layout: CpSharedKVLayout, workspace_pages: int, gather: PageGather | None, prefetch: bool) -> None:
         self.layout = layout
         self.workspace_page_count = workspace_pages
         self._gather = gather
         self._active: ActivePlan | None = None
         #: Set by who builds the pool for a running server.
         self.divergence_guard: DivergenceGuard | None = None
+        self.page_check: PageCheck | None = None
+        self.host_pages = HostPages()
         self.physical_size = self.size
         self.size = self.physical_size * layout.cp_size
+        depth = workspace_count(prefetch)
         kv, index = self.kv_buffer, self.index_k_with_scale_buffer
-        kv_workspace = kv[0].new_zeros((workspace_pages * self.page_size, *kv[0].shape[1:]))
-        index_workspace = index[0].new_zeros((workspace_pages, *index[0].shape[1:]))
-        self._kv = self._make_store("MLA KV", kv, kv_workspace)
-        self._index = self._make_store("index-K", index, index_workspace)
-        self.kv_buffer = [kv_workspace] * self.layer_num
-        self.index_k_with_scale_buffer = [index_workspace] * self.layer_num
+        kv_workspaces = [kv[0].new_zeros((workspace_pages * self.page_size, *kv[0].shape[1:])) for _ in range(depth)]
+        index_workspaces = [index[0].new_zeros((workspace_pages, *index[0].shape[1:])) for _ in range(depth)]
+        self._kv = self._make_store("MLA KV", kv, kv_workspaces)
+        self._index = self._make_store("index-K", index, index_workspaces)
+        self.kv_buffer = [kv_workspaces[i % depth] for i in range(self.layer_num)]
+        self.index_k_with_scale_buffer = [index_workspaces[i % depth] for i in range(self.layer_num)]
+        # A layer needs its index-K first.
+        stores = {store.name: store for store in (self._index, self._kv)}
+        streams = torch.get_device_module(self.device) if prefetch else None
+        self._prefetch = LayerPrefetch(
+            lambda name, layer: self._fetch(stores[name], layer), tuple(stores), self.layer_num, streams
+        )
 
-    def _make_store(self, name: str, layers: list[torch.Tensor], workspace: torch.Tensor) -> _Store:
+    def _make_store(self, name: str, layers: list[torch.Tensor], workspaces: list[torch.Tensor]) -> _Store:
         pages = self.physical_size // self.page_size + 1
         rows = [page_rows(buffer, pages) for buffer in layers]
-        return _Store(name, layers, workspace, rows, page_rows(workspace, self.workspace_page_count))
+        workspace_rows = [page_rows(workspace, self.workspace_page_count) for workspace in workspaces]
+        return _Store(name, layers, rows, workspaces, workspace_rows, [None] * len(workspaces))
 
     @property
     def physical_kv_buffer(self) -> list[torch.Tensor]:
@@ -195,8 +211,8 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of both workspaces."""
-        return self._kv.workspace.nbytes + self._index.workspace.nbytes
+        """Bytes of all workspaces."""
+        return sum(workspace.nbytes for store in (self._kv, self._index) for workspace in store.workspaces)
 
     # Start-up.
 
@@ -213,36 +229,37 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         if self.physical_size < self.page_size:
             return
         pages = np.arange(1, self.layout.cp_size + 1)  # physical page 1 of each rank
-        layers = sorted({self.start_layer, self.start_layer + self.layer_num - 1})
-        checks = [(store, layer_id) for store in (self._kv, self._index) for layer_id in layers]
-        held = [store.layer_rows[layer_id - self.start_layer][1].clone() for store, layer_id in checks]
+        layers = sorted({0, self.layer_num - 1})
+        checks = [(store, layer) for layer in layers for store in (self._index, self._kv)]
+        held = [store.layer_rows[layer][1].clone() for store, layer in checks]
         counted = COUNTERS.snapshot()
         try:
             places = self._begin_known_pages(pages, read=False)
-            for store, layer_id in checks:
-                self._load(store, layer_id)
-                store.workspace_rows.index_copy_(0, places, self._known_pages(store, layer_id, pages))
-                self._keep(store, layer_id)
-                store.workspace_rows.index_fill_(0, places, 0)  # what is read must come from the gather
+            for store, layer in checks:
+                self._load(store, layer + self.start_layer)
+                store.rows_for(layer).index_copy_(0, places, self._known_pages(store, layer, pages))
+                self._keep(store, layer + self.start_layer)
+                store.rows_for(layer).index_fill_(0, places, 0)  # what is read must come from the gather
             places = self._begin_known_pages(pages, read=True)
             seen = []
-            for store, layer_id in checks:
-                self._load(store, layer_id)
-                rows = store.workspace_rows.index_select(0, places)
-                seen.append(_first_difference(rows, self._known_pages(store, layer_id, pages)))
+            for store, layer in checks:
+                self._load(store, layer + self.start_layer)
+                rows = store.rows_for(layer).index_select(0, places)
+                seen.append(_first_difference(rows, self._known_pages(store, layer, pages)))
             found = torch.stack(seen).tolist()
         finally:
             self.end_forward()
-            for (store, layer_id), row in zip(checks, held, strict=True):
-                store.layer_rows[layer_id - self.start_layer][1].copy_(row)
-                store.workspace_rows[: len(pages)].zero_()
+            self._prefetch.forget()
+            for (store, layer), row in zip(checks, held, strict=True):
+                store.layer_rows[layer][1].copy_(row)
+                store.rows_for(layer)[: len(pages)].zero_()
             now = COUNTERS.snapshot()
             COUNTERS.add(**{name: before - now[name] for name, before in counted.items()})
         owners = self.layout.owner_for_logical_pages_np(pages).tolist()
         problems = [
-            f"{store.name} of layer {layer_id}, page {page} of rank {owner}: "
+            f"{store.name} of layer {layer + self.start_layer}, page {page} of rank {owner}: "
             f"read {read % 2**64:#x}, written was {written:#x}"
-            for (store, layer_id), rows in zip(checks, found, strict=True)
+            for (store, layer), rows in zip(checks, found, strict=True)
             for page, owner, (differs, read, written) in zip(pages.tolist(), owners, rows, strict=True)
             if differs
         ]
@@ -264,14 +281,15 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             )
         return self.begin_forward(plan).page_table[0, : len(pages)].long()
 
-    def _known_pages(self, store: _Store, layer_id: int, pages: np.ndarray) -> torch.Tensor:
+    def _known_pages(self, store: _Store, layer: int, pages: np.ndarray) -> torch.Tensor:
         """Rows that tell store, page, layer and place: ``(pages, n)``, as the store's rows are."""
-        width, itemsize = store.workspace_rows.shape[1], store.workspace_rows.element_size()
+        row = store.layer_rows[layer][0]
+        width, itemsize = len(row), row.element_size()
         first = int(pages[0])
         page = torch.arange(first, first + len(pages), device=self.device).unsqueeze(1)
         words = torch.arange(-(-width * itemsize // 8), device=self.device) + (page << 40)
-        words += (layer_id << 24) + ((2 if store is self._index else 1) << 56)
-        return words.view(store.workspace_rows.dtype)[:, :width]
+        words += (layer << 24) + ((2 if store is self._index else 1) << 56)
+        return words.view(row.dtype)[:, :width]
 
     # One forward.
 
@@ -281,12 +299,15 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         self._active = ActivePlan(plan, self.page_size, self.device)
         if plan.seq_lens:
             COUNTERS.add(forwards=1, prefix_pages=plan.prefix_pages)
+        self._prefetch.begin(communicates=plan.gathered_pages > 0)
         return self._active
 
     def end_forward(self) -> None:
         """End the forward, also after an error; the workspace's content is void from here on."""
+        self._prefetch.end()
         self._active = None
-        self._kv.holds = self._index.holds = None
+        for store in (self._kv, self._index):
+            store.holds = [None] * len(store.workspaces)
 
     def _require_plan(self, what: str) -> ActivePlan:
         if self._active is None:
@@ -296,28 +317,33 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             )
         return self._active
 
-    def _load(self, store: _Store, layer_id: int) -> None:
-        """Gather the prefix pages of a layer, lay out new pages that will not be filled, and stamp the workspace."""
-        active = self._require_plan(f"write of {store.name} of layer {layer_id}")
-        store.holds = None
+    def _fetch(self, store: _Store, layer: int) -> None:
+        """Gather the prefix pages of a layer, and lay out new pages that will not be filled, on the current stream."""
+        active = self._require_plan(f"gather of {store.name} of layer {layer + self.start_layer}")
+        workspace, physical = store.rows_for(layer), store.layer_rows[layer]
+        store.holds[layer % len(store.workspaces)] = None
+        if self.layer_transfer_counter is not None:
+            self.layer_transfer_counter.wait_until(layer)  # a loader may still be writing this layer's pages
         if active.plan.gathered_pages:
             if self._gather is None:
                 raise SharedPoolError("this pool was made without a gather but the plan reads prefix pages")
-            received = self._gather.gather(
-                store.layer_rows[layer_id - self.start_layer], store.workspace_rows, active.indices
-            )
+            received = self._gather.gather(physical, workspace, active.indices)
             COUNTERS.add(gather_calls=1, gathered_bytes=received)
-        if len(active.restore_physical):
-            rows = store.layer_rows[layer_id - self.start_layer].index_select(0, active.restore_physical)
-            store.workspace_rows.index_copy_(0, active.restore_workspace, rows)
-        store.holds = layer_id
+        else:
+            copy_pages(workspace, active.indices.own_workspace, physical, active.indices.own_physical)
+
+    def _load(self, store: _Store, layer_id: int) -> None:
+        """Have the workspace hold the layer's prefix, and stamp it."""
+        self._require_plan(f"write of {store.name} of layer {layer_id}")
+        layer = layer_id - self.start_layer
+        self._prefetch.need(store.name, layer)
+        store.holds[layer % len(store.workspaces)] = layer_id
 
     def _keep(self, store: _Store, layer_id: int) -> None:
         """Copy the owned pages of the chunk from the workspace into the persistent pool."""
         active = self._require_plan(f"write of {store.name} of layer {layer_id}")
-        if len(active.keep_physical):
-            rows = store.workspace_rows.index_select(0, active.keep_workspace)
-            store.layer_rows[layer_id - self.start_layer].index_copy_(0, active.keep_physical, rows)
+        layer = layer_id - self.start_layer
+        copy_pages(store.layer_rows[layer], active.keep_physical, store.rows_for(layer), active.keep_workspace)
 
     def _write_slots(self, rows: int, what: str) -> torch.Tensor:
         slots = self._require_plan(what).write_slots
@@ -328,9 +354,10 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
 
     def _check_read(self, store: _Store, layer_id: int) -> None:
         self._require_plan(f"read of {store.name} of layer {layer_id}")
-        if store.holds != layer_id:
+        held = store.holds[(layer_id - self.start_layer) % len(store.workspaces)]
+        if held != layer_id:
             raise SharedPoolError(
-                f"read of {store.name} of layer {layer_id} but the workspace holds layer {store.holds}: "
+                f"read of {store.name} of layer {layer_id} but the workspace holds layer {held}: "
                 "the read would return another layer's data"
             )
 
@@ -416,7 +443,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
 
     def _clear_buffers(self) -> None:
         super()._clear_buffers()
-        del self._kv, self._index
+        del self._kv, self._index, self._prefetch
 
     # Stock paths that address slots without a plan.
 

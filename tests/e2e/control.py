@@ -7,14 +7,15 @@ step, injects a fault (see ``faults``), or gets pools or bookkeeping dumped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import faults
+from . import faults, operations
 
 CONTROL_ENV = "CP_SHARED_KV_TEST_CONTROL"
 
@@ -37,9 +38,10 @@ def _skip_load(name: str) -> Callable[[], None]:
         original(self, store, layer_id)
         if store.name == name and self._active.plan.base_share:
             share, rank = self._active.plan.base_share, self.layout.cp_rank
-            own = store.workspace_rows[rank * share : (rank + 1) * share].clone()
-            store.workspace_rows[: self._active.plan.gathered_pages].zero_()
-            store.workspace_rows[rank * share : (rank + 1) * share] = own
+            rows = store.rows_for(layer_id - self.start_layer)
+            own = rows[rank * share : (rank + 1) * share].clone()
+            rows[: self._active.plan.gathered_pages].zero_()
+            rows[rank * share : (rank + 1) * share] = own
 
     Pool._load = load  # type: ignore[method-assign]
     return lambda: setattr(Pool, "_load", original)
@@ -134,7 +136,9 @@ def dump(scheduler: Any) -> dict[str, Any]:
 
     Returns:
         ``kv`` and ``index``: per layer, uint8 ``(pages, bytes per page)``, page 0 included; ``pool_bytes``,
-        ``free_pages`` (sorted list), ``available`` and ``evictable`` tokens, ``counters``, ``max_requests``.
+        ``free_pages`` (sorted list), ``available`` and ``evictable`` tokens, ``counters``, ``max_requests``;
+        ``cached``: of each page in the radix cache, by a digest of the tokens up to its end, its logical page and the
+        one before it, 0 if there is none; ``operations``: of each forward that was counted.
     """
     import torch
 
@@ -160,7 +164,19 @@ def dump(scheduler: Any) -> dict[str, Any]:
         "evictable": scheduler.tree_cache.evictable_size(),
         "max_requests": scheduler.max_running_requests,
         "counters": counters,
+        "operations": scheduler._test_probe.forwards if hasattr(scheduler, "_test_probe") else [],
+        "cached": dict(_cached(scheduler.tree_cache.root_node, b"", 0, allocator.page_size)),
     }
+
+
+def _cached(node: Any, digest: bytes, before: int, page_size: int) -> Iterator[tuple[bytes, tuple[int, int]]]:
+    for child in node.children.values():
+        path, last, tokens = digest, before, list(child.key.token_ids)
+        for at, slot in enumerate(child.value[::page_size].tolist()):
+            path = hashlib.sha256(path + repr(tokens[at * page_size : (at + 1) * page_size]).encode()).digest()
+            yield path, (slot // page_size, last)
+            last = slot // page_size
+        yield from _cached(child, path, last, page_size)
 
 
 _serial = 0
@@ -177,6 +193,8 @@ def _apply(scheduler: Any, directory: Path, orders: dict[str, Any]) -> None:
     if not hasattr(scheduler, "_test_chunk"):
         scheduler._test_chunk = scheduler.chunked_prefill_size
     scheduler.chunked_prefill_size = orders.get("chunk") or scheduler._test_chunk
+    if orders.get("count") and not hasattr(scheduler, "_test_probe"):
+        scheduler._test_probe = operations.Probe(scheduler)
     faults.apply(scheduler, orders)
     content = dump(scheduler) if orders.get("dump") else faults.state(scheduler) if orders.get("state") else None
     if content is not None:

@@ -311,7 +311,7 @@ class Run:
         if self.report.failure:
             return
         if not self.spec.spawn:
-            self.engines.order("prefill", chunk=step.chunk, breaks=step.breaks)
+            self.engines.order("prefill", chunk=step.chunk, breaks=step.breaks, count=self.spec.count)
         if step.server_info:
             self.engines.jobs["prefill"].put("server_info")
             if (said := self._collect("done", STEP_S, ("prefill",))) is None:

@@ -44,6 +44,7 @@ class Spec:
         overlap: overlap scheduling.
         new_tokens: tokens to generate.
         dump: compare pools: every prefill rank reports its persistent pool after each step.
+        count: every prefill rank counts the operations and waits of its forwards, and reports them with the dump.
         spawn: start processes as SGLang does (slow); otherwise fork them from one that has imported SGLang.
         decode_tokens: ``--max-total-tokens`` of the decode engine.
         decode_plugin: load the plugin on the decode side too, asked for by ``SGLANG_PLUGINS`` alone.
@@ -65,6 +66,7 @@ class Spec:
     overlap: bool = False
     new_tokens: int = 6
     dump: bool = False
+    count: bool = False
     spawn: bool = False
     decode_tokens: int = 8192
     decode_plugin: bool = False

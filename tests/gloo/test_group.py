@@ -31,16 +31,22 @@ def test_ranks_that_disagree_on_capacity_stop_and_say_who_has_what() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("context_len", [1, 6000, 131072])
-def test_pages_are_charged_what_the_workspace_takes(dtype: str, context_len: int) -> None:
-    for left, taken in call("charge", 2, available=10**9, dtype=dtype, context_len=context_len):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_pages_are_charged_what_the_workspace_takes(dtype: str, context_len: int, prefetch: bool) -> None:
+    arguments = {"available": 10**9, "dtype": dtype, "context_len": context_len, "prefetch": prefetch}
+    for left, taken in call("charge", 2, **arguments):
         assert left == 10**9 - taken
 
 
 def test_a_workspace_that_does_not_fit_stops_the_launch_and_says_what_to_change() -> None:
-    for text, taken in call("charge", 2, available=10**6, dtype="bfloat16", context_len=131072):
-        assert f"needs {taken} bytes for its workspace (one context of 131072 tokens) but only 1000000 bytes" in text
-        assert "--mem-fraction-static" in text
-        assert "--context-length" in text
+    for layers in (1, 2):
+        arguments = {"available": 10**6, "dtype": "bfloat16", "context_len": 131072, "prefetch": layers == 2}
+        for text, taken in call("charge", 2, **arguments):
+            workspace = f"{taken} bytes for its workspace ({layers} layers of one context of 131072 tokens)"
+            assert f"needs {workspace} but only 1000000 bytes" in text
+            assert "--mem-fraction-static" in text
+            assert "--context-length" in text
+            assert "CP_SHARED_KV_PREFETCH=0" in text
 
 
 SAME = [[1, 2, 3], [4, 5], [6]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .ranks import call
-from .worker import PAGE, Chunk
+from .worker import LAYERS, PAGE, Chunk
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
 
@@ -44,7 +44,12 @@ FORWARDS = {
 
 
 def run(
-    name: str, size: int, dtype: str = "bfloat16", workspace: int = WORKSPACE, breaks: str | None = None
+    name: str,
+    size: int,
+    dtype: str = "bfloat16",
+    workspace: int = WORKSPACE,
+    breaks: str | None = None,
+    prefetch: bool = True,
 ) -> list[Any]:
     return call(
         "run_forwards",
@@ -55,30 +60,33 @@ def run(
         pages=_pages(size),
         forwards=FORWARDS[name],
         breaks=breaks,
+        prefetch=prefetch,
     )
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
-def test_reads_and_persistent_bytes_equal_an_unsharded_pool(name: str, size: int, dtype: str) -> None:
-    for seen in run(name, size, dtype):
+@pytest.mark.parametrize(("dtype", "prefetch"), [("bfloat16", True), ("fp8_e4m3", True), ("fp8_e4m3", False)])
+def test_reads_and_persistent_bytes_equal_an_unsharded_pool(name: str, size: int, dtype: str, prefetch: bool) -> None:
+    for seen in run(name, size, dtype, prefetch=prefetch):
         assert seen["reads"] > 0
         assert seen["wrong"] == 0
-        assert seen["pages"] == 2 * 2 * LOGICAL_PAGES // size
+        assert seen["pages"] == 2 * LAYERS * LOGICAL_PAGES // size
         assert seen["wrong_pages"] == 0
         assert seen["outside"] == 0
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_workspace_without_room_for_padding_is_filled_by_broadcasts(size: int) -> None:
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_workspace_without_room_for_padding_is_filled_by_the_owners_surplus(size: int, prefetch: bool) -> None:
     # Six pages of one owner fit without padding: 6 prefix pages + trash.
-    for seen in run("one owner", size, workspace=7):
+    for seen in run("one owner", size, workspace=7, prefetch=prefetch):
         assert seen["wrong"] == 0
         assert seen["wrong_pages"] == 0
 
 
 @pytest.mark.parametrize("breaks", ["kv", "index", "boundary"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_skipped_gather_or_boundary_page_is_seen(breaks: str, size: int) -> None:
-    assert any(seen["wrong"] > 0 for seen in run("partial-page prefix", size, breaks=breaks))
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_skipped_gather_or_boundary_page_is_seen(breaks: str, size: int, prefetch: bool) -> None:
+    assert any(seen["wrong"] > 0 for seen in run("partial-page prefix", size, breaks=breaks, prefetch=prefetch))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from .ranks import call
+from .worker import LAYERS
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
 
@@ -19,8 +20,9 @@ def check(size: int, dtype: str = "bfloat16", **arguments: Any) -> list[dict[str
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_sound_ranks_pass_and_pools_counters_and_forward_are_as_before(size: int, dtype: str) -> None:
-    for seen in check(size, dtype):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_sound_ranks_pass_and_pools_counters_and_forward_are_as_before(size: int, dtype: str, prefetch: bool) -> None:
+    for seen in check(size, dtype, prefetch=prefetch):
         assert "outside a forward" in seen.pop("after")
         assert seen == CLEAN
 
@@ -42,18 +44,18 @@ def test_ranks_out_of_order_are_seen_in_both_stores_and_both_layers(size: int, d
         assert head.startswith(f"CP shared KV self-check failed on attention-CP rank {claimed}: ")
         assert [line.split(":")[0] for line in lines] == [
             f"  - {store} of layer {layer}, page {page} of rank {page - 1}"
-            for store in ("MLA KV", "index-K")
-            for layer in (0, 1)
+            for layer in (0, LAYERS - 1)
+            for store in ("index-K", "MLA KV")
             for page in (1, 2)
         ]
-        assert "read 0x100020000000000, written was 0x100010000000000" in lines[0], "page 2 came for page 1"
+        assert "read 0x200020000000000, written was 0x200010000000000" in lines[0], "page 2 came for page 1"
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_one_ranks_owner_formula_that_is_off_is_seen_by_every_rank(size: int) -> None:
     for seen in check(size, breaks="owner"):
         assert "MLA KV of layer 0, page " in seen["said"]
-        assert "index-K of layer 1, page " in seen["said"]
+        assert f"index-K of layer {LAYERS - 1}, page " in seen["said"]
 
 
 def test_a_rank_whose_formula_gives_all_pages_one_owner_stops_before_it_communicates() -> None:
@@ -67,7 +69,7 @@ def test_one_rank_that_keeps_nothing_of_a_store_is_named_by_every_rank(size: int
         head, *lines = seen["said"].splitlines()
         assert head.startswith(f"CP shared KV self-check failed on attention-CP rank {rank}: ")
         assert [line.split(": ")[0] for line in lines] == [
-            f"  - index-K of layer {layer}, page 2 of rank 1" for layer in (0, 1)
+            f"  - index-K of layer {layer}, page 2 of rank 1" for layer in (0, LAYERS - 1)
         ]
         assert seen["changed"] == 0, "a failed check does not put the bytes back"
         assert seen["counters"] == {}
@@ -75,14 +77,15 @@ def test_one_rank_that_keeps_nothing_of_a_store_is_named_by_every_rank(size: int
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("layers", "skipped"), [(1, "index-K of layer 0"), (2, "MLA KV of layer 1")])
-def test_one_gather_that_is_left_out_is_seen(size: int, layers: int, skipped: str) -> None:
-    for seen in check(size, breaks="gather", layers=layers):
+@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_one_gather_that_is_left_out_is_seen(size: int, layers: int, prefetch: bool) -> None:
+    for seen in check(size, breaks="gather", layers=layers, prefetch=prefetch):
         lines = seen["said"].splitlines()[1:]
-        assert [line.split(", page")[0] for line in lines] == [f"  - {skipped}"] * size
+        assert [line.split(", page")[0] for line in lines] == ["  - MLA KV of layer 0"] * size
 
 
 def test_a_server_checks_its_pool_while_it_builds_it() -> None:
     assert call("build_pools", 2, broken_rank=None) == [(None, 2 * 3 * 64)] * 2
     for said, _ in call("build_pools", 2, broken_rank=1):
-        assert "index-K of layer 1, page 2 of rank 1" in said
+        assert f"index-K of layer {LAYERS - 1}, page 2 of rank 1" in said

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from .ranks import call
-from .worker import PAGE, Chunk
+from .worker import LAYERS, PAGE, Chunk
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
 
@@ -69,7 +69,7 @@ def test_reads_and_persistent_bytes_equal_an_unsharded_pool(name: str, size: int
         breaks=None,
     ):
         assert seen["reads"] > 0
-        assert seen["pages"] == 2 * 2 * LOGICAL_PAGES // size
+        assert seen["pages"] == 2 * LAYERS * LOGICAL_PAGES // size
         assert (seen["wrong"], seen["wrong_pages"], seen["outside"]) == (0, 0, 0)
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 PAGE = 64
-LAYERS = 2
+LAYERS = 3
 POISON = 0xD7
 
 
@@ -81,6 +81,7 @@ def run_forwards(
     pages: dict[str, list[int]],
     forwards: list[list[Chunk]],
     breaks: str | None,
+    prefetch: bool = True,
 ) -> dict[str, Any]:
     """Run forwards on the shared pool and, with the same rows, on an unsharded stock pool; compare everything.
 
@@ -88,6 +89,7 @@ def run_forwards(
         pages: logical pages of each request, by position.
         forwards: chunks of each forward.
         breaks: mechanism to break: ``kv``, ``index`` or ``boundary``; or None.
+        prefetch: whether the next layer is fetched ahead, over a communicator of its own.
 
     Returns:
         ``reads``: comparisons of read data made and ``wrong`` of them; ``pages`` of the persistent pools compared and
@@ -96,17 +98,22 @@ def run_forwards(
     import torch
 
     import cp_shared_kv.plan as plan_module
-    from cp_shared_kv.collectives import PageGather
+    from cp_shared_kv.collectives import PageGather, own_communicator
     from cp_shared_kv.layout import CpSharedKVLayout
     from cp_shared_kv.plan import build_plan
     from cp_shared_kv.pool import CPSharedNSATokenToKVPool
 
     layout = CpSharedKVLayout(PAGE, size, rank)
-    gather = PageGather(group_of(rank, size))
+    group = group_of(rank, size)
+    gather = PageGather(group, own_communicator(group) if prefetch else None)
     gather.self_check("cpu")
     oracle = make_pool(logical_pages, dtype)
     shared = CPSharedNSATokenToKVPool.adopt(
-        make_pool(logical_pages // size, dtype), layout=layout, workspace_pages=workspace, gather=gather
+        make_pool(logical_pages // size, dtype),
+        layout=layout,
+        workspace_pages=workspace,
+        gather=gather,
+        prefetch=prefetch,
     )
     assert shared.size == oracle.size
     if breaks == "boundary":
@@ -122,7 +129,7 @@ def run_forwards(
         stock_gather = gather.gather
 
         def skip(physical: Any, rows: Any, indices: Any) -> int:
-            return 0 if rows is broken.workspace_rows else stock_gather(physical, rows, indices)
+            return 0 if any(rows is each for each in broken.workspace_rows) else stock_gather(physical, rows, indices)
 
         gather.gather = skip  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(5)
@@ -144,8 +151,7 @@ def run_forwards(
         active = shared.begin_forward(
             build_plan(layout, tables.numpy(), [c.prefix for c in chunks], [c.end for c in chunks], workspace)
         )
-        slots = active.token_slots().long()
-        active.set_write_slots(slots, len(loc))
+        slots = active.token_slots(width * PAGE, len(loc)).long()
         for layer_id in range(LAYERS):
             layer = SimpleNamespace(layer_id=layer_id)
             nope = torch.randn(len(loc), 1, 512, generator=generator).bfloat16()
@@ -195,7 +201,13 @@ def collectives_self_check(rank: int, size: int, order: list[int]) -> str | None
 
 
 def pool_self_check(
-    rank: int, size: int, dtype: str, breaks: str | None = None, physical_pages: int = 3, layers: int = LAYERS
+    rank: int,
+    size: int,
+    dtype: str,
+    breaks: str | None = None,
+    physical_pages: int = 3,
+    layers: int = LAYERS,
+    prefetch: bool = False,
 ) -> dict[str, Any]:
     """Outcome of the pool's self-check where one rank or the order of the ranks is broken.
 
@@ -231,6 +243,7 @@ def pool_self_check(
         layout=(layout_type or CpSharedKVLayout)(PAGE, size, claimed),
         workspace_pages=2 * size + 1,
         gather=gather,
+        prefetch=prefetch,
     )
     if breaks == "keep" and rank == 1:
         keep = pool._keep
@@ -255,7 +268,7 @@ def pool_self_check(
     out["changed"] = sum(
         int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(persistent, before, strict=True)
     )
-    shown = (pool.kv_buffer[0], pool.index_k_with_scale_buffer[0])
+    shown = (*pool.kv_buffer, *pool.index_k_with_scale_buffer)
     out["workspace"] = sum(int(buffer.view(torch.uint8).count_nonzero()) for buffer in shown)
     out["counters"] = {name: value for name, value in COUNTERS.snapshot().items() if value != counted[name]}
     try:
@@ -278,6 +291,7 @@ def build_pools(rank: int, size: int, broken_rank: int | None) -> tuple[str | No
     if rank == broken_rank:
         CPSharedNSATokenToKVPool._keep = lambda self, store, layer_id: None  # type: ignore[method-assign]
     runner = SimpleNamespace(
+        device="cpu",
         is_draft_worker=False,
         page_size=PAGE,
         max_total_num_tokens=3 * PAGE,
@@ -310,11 +324,12 @@ def agreement(rank: int, size: int, figures: list[int]) -> str | None:
     return None
 
 
-def charge(rank: int, size: int, available: int, dtype: str, context_len: int) -> tuple[int | str, int]:
+def charge(rank: int, size: int, available: int, dtype: str, context_len: int, prefetch: bool) -> tuple[int | str, int]:
     """Bytes left for pages after the workspace was charged, or the refusal; and the bytes a workspace really takes."""
     import sglang.srt.distributed.parallel_state as parallel_state
     import torch
 
+    from cp_shared_kv.config import PREFETCH_ENV
     from cp_shared_kv.layout import CpSharedKVLayout
     from cp_shared_kv.patches.capacity import CapacityError, _profile_available_bytes, _workspace_pages
     from cp_shared_kv.pool import CPSharedNSATokenToKVPool
@@ -335,7 +350,9 @@ def charge(rank: int, size: int, available: int, dtype: str, context_len: int) -
         layout=CpSharedKVLayout(PAGE, size, rank),
         workspace_pages=_workspace_pages(runner),
         gather=None,
+        prefetch=prefetch,
     )
+    os.environ[PREFETCH_ENV] = "1" if prefetch else "0"
     try:
         left: int | str = _profile_available_bytes(lambda *args, **kwargs: available, runner, (0,), {})
     except CapacityError as error:
@@ -371,7 +388,7 @@ def misuse(rank: int, size: int) -> dict[str, str]:
         import numpy as np
 
         active = pool.begin_forward(build_plan(layout, np.array([[1, 2]]), [0], [100], 8))
-        active.set_write_slots(active.token_slots(), 100)
+        active.token_slots(PAGE, 100)
 
     attempt("read outside a forward", lambda: pool.get_key_buffer(0))
     attempt("index read outside a forward", lambda: pool.get_index_k_with_scale_buffer(0))
@@ -397,7 +414,7 @@ def misuse(rank: int, size: int) -> dict[str, str]:
     attempt("read after a forward that raised", lambda: pool.get_key_buffer(0))
     before = [layer.clone() for layer in pool.physical_kv_buffer]
     active = pool.begin_forward(build_inert_plan(3, 2, 8))
-    active.set_write_slots(active.token_slots(), 5)
+    active.token_slots(PAGE, 5)
     attempt("write of a batch without requests", lambda: write(0, 5))
     said["rows kept of a batch without requests"] = str(
         sum(not torch.equal(a, b) for a, b in zip(before, pool.physical_kv_buffer, strict=True))

@@ -1,4 +1,4 @@
-"""All-gather and broadcast between the ranks of one process, for the product's own ``PageGather``.
+"""Collective calls between the ranks of one process, for the product's own ``PageGather``.
 
 The ranks run one after another, yet each call needs what all ranks bring to it. So every gather is made twice: first by
 all ranks for what they bring, into a scratch workspace, then by each rank for what it gets. Bytes that a rank brings
@@ -7,7 +7,7 @@ are copied in the first turn, before any rank has written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ class Exchange:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        #: Ranks of the group in the world, as ``broadcast`` names them; not 0, 1, .. so that they must be translated.
+        #: Ranks of the group in the world, as point-to-point calls name them; not 0, 1, .., so they must be translated.
         self.ranks = [10 + 3 * rank for rank in range(size)]
         self.is_bringing = False
         self.brought: list[list[tuple[tuple[str, int], torch.Tensor]]] = [[] for _ in range(size)]
@@ -82,11 +82,12 @@ class Link:
         if parts := self.exchange.call(self.rank, "all_gather", len(output), own):
             output.copy_(torch.cat(parts))
 
-    def broadcast(self, region: torch.Tensor, src: int) -> None:
-        source = self.exchange.ranks.index(src)
-        own = region if self.rank == source else region[:0]
-        if parts := self.exchange.call(self.rank, f"broadcast of {len(region)} pages", src, own):
-            region.copy_(parts[source])
+    def send_surplus(self, regions: Sequence[tuple[int, torch.Tensor]], ranks: Sequence[int]) -> None:
+        for owner, region in regions:
+            source = self.exchange.ranks.index(ranks[owner])
+            own = region if self.rank == source else region[:0]
+            if parts := self.exchange.call(self.rank, f"surplus of {len(region)} pages", source, own):
+                region.copy_(parts[source])
 
 
 def install() -> None:
@@ -95,9 +96,10 @@ def install() -> None:
     def all_gather(output: torch.Tensor, own: torch.Tensor, group: Link) -> None:
         group.all_gather(output, own)
 
-    def broadcast(region: torch.Tensor, src: int, group: Link) -> None:
-        group.broadcast(region, src)
+    def send_surplus(regions: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: Sequence[int], group: Link) -> None:
+        assert rank == group.rank
+        group.send_surplus(regions, ranks)
 
     stand_ins: Any = collectives
     stand_ins._all_gather = all_gather
-    stand_ins.dist = SimpleNamespace(broadcast=broadcast)
+    stand_ins._send_surplus = send_surplus

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import wrapt
 from sglang.srt import server_args
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
@@ -34,6 +35,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
 from cp_shared_kv.collectives import page_rows
 from cp_shared_kv.layout import CpSharedKVLayout
+from cp_shared_kv.patches import page_ids
 from cp_shared_kv.patches.attention import _plan
 from cp_shared_kv.pool import ActivePlan, CPSharedNSATokenToKVPool
 from cp_shared_kv.transfer import PagePositions, chunk_problem, split_chunk, split_state
@@ -73,9 +75,11 @@ class ExtendKernel:
 
 
 def install() -> None:
-    """Give SGLang's bookkeeping the server arguments, and its kernels' torch versions, which the interpreter is not."""
+    """Give SGLang's bookkeeping the server arguments, its kernels' torch versions, and the wrappers that note pages."""
     server_args.set_global_server_args_for_scheduler(SERVER_ARGUMENTS)
     stock_allocator.alloc_extend_kernel = ExtendKernel()
+    wrapt.wrap_function_wrapper(RadixCache, "cache_unfinished_req", page_ids._cache_unfinished_req)
+    wrapt.wrap_function_wrapper(RadixCache, "_split_node", page_ids._split_node)
     memory_pool.set_mla_kv_buffer_triton = triton_twins.set_mla_kv_buffer
     index_buf_accessor._set_k_and_s_triton = triton_twins.set_k_and_s
 
@@ -252,7 +256,7 @@ class Rank:
             tree_cache=self.tree,
             maybe_evict_swa=lambda: None,
         )
-        slots = alloc_for_extend(batch)[0]
+        slots = wrapt.FunctionWrapper(alloc_for_extend, page_ids._alloc_for_extend)(batch)[0]
         for req in reqs:
             req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
         return slots.numpy()
@@ -307,9 +311,10 @@ class Rank:
             extend_prefix_lens_cpu=[0] if idle else [len(req.prefix_indices) for req in reqs],
             req_pool_indices=torch.tensor([0] if idle else [req.req_pool_idx for req in reqs]),
             req_to_token_pool=self.table,
+            rids=[] if idle else names,
         )
         active = self.pool.begin_forward(_plan(self.pool, batch))
-        active.set_write_slots(active.token_slots(), rows)
+        active.token_slots(PAGE, rows)
         return active
 
     def bring(self, active: ActivePlan, layers: list[torch.Tensor], layer: int) -> None:

@@ -29,9 +29,10 @@ def _owner(real: Any, layout: CpSharedKVLayout, pages: Any) -> Any:
     return np.where(np.asarray(pages) > 0, np.asarray(pages) % layout.cp_size, -1)
 
 
-def _no_restore(real: Any, pool: Any, store: Any, layer: int) -> None:
-    pool._active.restore_physical = pool._active.restore_physical[:0]
-    real(pool, store, layer)
+def _no_restore(real: Any, *arguments: Any) -> Any:
+    made = real(*arguments)
+    object.__setattr__(made, "restore", made.restore[:0])
+    return made
 
 
 def _no_keep_of_index(real: Any, pool: Any, store: Any, layer: int) -> None:
@@ -95,7 +96,7 @@ def _ranks_free_in_another_order(real: Any, allocator: Any, slots: Any) -> None:
 
 BROKEN: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "owner of a page": lambda: instead(CpSharedKVLayout, "owner_for_logical_pages_np", _owner),
-    "unwritten rows of a new page": lambda: instead(Pool, "_load", _no_restore),
+    "unwritten rows of a new page": lambda: instead(rank, "_plan", _no_restore),
     "index-K is not kept": lambda: instead(Pool, "_keep", _no_keep_of_index),
     "boundary page is not gathered": lambda: instead(plan, "_split_request_pages", _boundary_not_gathered),
     "boundary page is not kept": lambda: instead(plan, "_split_request_pages", _boundary_not_kept),

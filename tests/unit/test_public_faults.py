@@ -117,7 +117,7 @@ class Stock:
 
     def __init__(self, pages: int) -> None:
         self.size, self.page_size, self.device = pages * PAGE, PAGE, "cpu"
-        self.layer_num, self.start_layer = LAYERS, 0
+        self.layer_num, self.start_layer, self.layer_transfer_counter = LAYERS, 0, None
         self.kv_buffer = [torch.zeros((pages + 1) * PAGE, 1, NOPE + ROPE).bfloat16() for _ in range(LAYERS)]
         self.index_k_with_scale_buffer = [
             torch.zeros(pages + 1, PAGE * INDEX, dtype=torch.uint8) for _ in range(LAYERS)
@@ -152,9 +152,12 @@ def module(name: str, **attributes: Any) -> ModuleType:
 def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand-ins for what the product imports of SGLang; its CP group is ``sglang.group``."""
     here = SimpleNamespace(group=Coordinator.of(0, 1))
+    allocator = module("sglang.srt.mem_cache.allocator", PagedTokenToKVPoolAllocator=object)
     for made in (
+        module("sglang.srt.mem_cache", allocator=allocator),
+        allocator,
         module("sglang.srt.mem_cache.memory_pool", NSATokenToKVPool=Stock),
-        module("sglang.srt.mem_cache.allocator", PagedTokenToKVPoolAllocator=object),
+        module("sglang.srt.utils", next_power_of_2=None),
         module("sglang.srt.distributed.parallel_state", get_attn_cp_group=lambda: here.group),
         module("sglang.srt.disaggregation.base.conn", KVPoll=KVPoll, StateType=StateType),
         module("sglang.srt.environ", envs=MagicMock(**{"SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get.return_value": 300})),
@@ -179,11 +182,11 @@ def collective_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def all_gather(output: torch.Tensor, own: torch.Tensor, group: Any) -> None:
         calls.append(output.nbytes - own.nbytes)
 
-    def broadcast(region: torch.Tensor, src: int, group: Any) -> None:
-        calls.append(region.nbytes)
+    def send_surplus(regions: Any, rank: int, ranks: Any, group: Any) -> None:
+        calls.append(sum(region.nbytes for owner, region in regions if owner != rank))
 
     monkeypatch.setattr(collectives, "_all_gather", all_gather)
-    monkeypatch.setattr(collectives.dist, "broadcast", broadcast)
+    monkeypatch.setattr(collectives, "_send_surplus", send_surplus)
     return calls
 
 
@@ -212,7 +215,7 @@ class Rank:
         active = self.pool.begin_forward(
             build_plan(self.layout, table, [prefix_pages * PAGE], [seq], self.pool.workspace_page_count)
         )
-        active.set_write_slots(active.token_slots(), chunk_tokens)
+        active.token_slots(PAGE, chunk_tokens)
         loc = torch.zeros(chunk_tokens, dtype=torch.int64)
         nope = torch.ones(chunk_tokens, 1, NOPE).bfloat16()
         rope = torch.ones(chunk_tokens, 1, ROPE).bfloat16()
@@ -271,8 +274,11 @@ class TestMemory:
         build_plan(group(cp_size)[0], tables[:1], lens[0][:1], lens[1][:1], capacity_pages)
 
     def test_a_layer_takes_no_memory_that_grows_with_the_prefix(
-        self, sglang: SimpleNamespace, collective_bytes: list[int]
+        self, sglang: SimpleNamespace, collective_bytes: list[int], monkeypatch: pytest.MonkeyPatch
     ):
+        """On a GPU, where pages are copied by a kernel that allocates nothing."""
+        for user in (collectives, sglang.pool):
+            monkeypatch.setattr(user, "copy_pages", lambda *args: None)
         taken = []
         for prefix_pages in (8, 80):
             write = Rank(sglang, 4, 40, 100 * PAGE).forward(prefix_pages)
@@ -365,6 +371,7 @@ class TestPageTables:
             req_pool_indices=torch.tensor([0]),
             req_to_token_pool=SimpleNamespace(req_to_token=slots),
             out_cache_loc=slots[0, prefix:seq],
+            rids=None,
         )
         seen = []
         for _ in range(2):

@@ -442,7 +442,7 @@ class TestInstalled:
 
     def test_all_groups_are_resolved(self, facts: dict[str, object]):
         assert facts["groups"] == {
-            "prefill": ["scheduler", "capacity", "attention", "indexer", "transfer", "prefill_queue"],
+            "prefill": ["scheduler", "capacity", "page_ids", "attention", "indexer", "transfer", "prefill_queue"],
             "decode": ["scheduler", "decode"],
         }
 

@@ -79,11 +79,21 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name:
 
 def builtin_groups() -> tuple[PatchGroup, ...]:
     """The product's own groups, those that run in scheduler processes."""
-    from cp_shared_kv.patches import attention, capacity, decode, indexer, prefill_queue, scheduler, transfer
+    from cp_shared_kv.patches import (
+        attention,
+        capacity,
+        decode,
+        indexer,
+        page_ids,
+        prefill_queue,
+        scheduler,
+        transfer,
+    )
 
     return (
         scheduler.GROUP,
         capacity.GROUP,
+        page_ids.GROUP,
         attention.GROUP,
         indexer.GROUP,
         transfer.GROUP,

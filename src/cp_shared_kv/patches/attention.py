@@ -10,6 +10,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
+
+from cp_shared_kv.host_pages import Pages, read_pages, to_device
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.plan import ForwardPlan, build_inert_plan, build_plan, ceil_div
 
@@ -26,18 +30,35 @@ def _has_requests(forward_batch: Any) -> bool:
 def _plan(pool: Any, forward_batch: Any) -> ForwardPlan:
     seq_lens = forward_batch.seq_lens_cpu.tolist()
     if not _has_requests(forward_batch):
-        pages = ceil_div(max(seq_lens, default=1), pool.page_size)
-        return build_inert_plan(len(forward_batch.req_pool_indices), pages, pool.workspace_page_count)
+        longest = ceil_div(max(seq_lens, default=1), pool.page_size)
+        return build_inert_plan(len(forward_batch.req_pool_indices), longest, pool.workspace_page_count)
+    prefix_lens = list(forward_batch.extend_prefix_lens_cpu)
+    pages = _pages(pool, forward_batch, seq_lens)
+    if pool.divergence_guard is not None:
+        pool.divergence_guard.observe(pages, prefix_lens, seq_lens)
+    tables = np.zeros((len(pages), max(len(row) for row in pages)), dtype=np.int64)
+    for table, row in zip(tables, pages, strict=True):
+        table[: len(row)] = row
+    return build_plan(pool.layout, tables, prefix_lens, seq_lens, pool.workspace_page_count)
+
+
+def _pages(pool: Any, forward_batch: Any, seq_lens: list[int]) -> list[Pages]:
+    """Logical pages of each request."""
+    counts = [ceil_div(length, pool.page_size) for length in seq_lens]
     first_slots = forward_batch.req_to_token_pool.req_to_token[
         forward_batch.req_pool_indices, : max(seq_lens) : pool.page_size
     ]
-    # The one wait for the device in a forward: page ids live there.
-    tables = (first_slots // pool.page_size).cpu().numpy()
-    prefix_lens = list(forward_batch.extend_prefix_lens_cpu)
-    if pool.divergence_guard is not None:
-        used = [row[: ceil_div(length, pool.page_size)] for row, length in zip(tables, seq_lens, strict=True)]
-        pool.divergence_guard.observe(used, prefix_lens, seq_lens)
-    return build_plan(pool.layout, tables, prefix_lens, seq_lens, pool.workspace_page_count)
+    noted = pool.host_pages.of_batch(forward_batch.rids, counts)
+    if noted is None:
+        rows = read_pages(first_slots, pool.page_size)
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+    if pool.page_check is not None:
+        pool.page_check.raise_if_different()
+        table = np.full(first_slots.shape, -1, dtype=np.int64)
+        for row, pages in zip(table, noted, strict=True):
+            row[: len(pages)] = pages
+        pool.page_check.compare(first_slots, to_device(table, pool.device))
+    return noted
 
 
 def _init_forward_metadata(
@@ -52,17 +73,16 @@ def _init_forward_metadata(
         return result
     metadata = instance.forward_metadata
     active = pool.begin_forward(_plan(pool, forward_batch))
-    slots = active.token_slots()
-    active.set_write_slots(slots, len(forward_batch.out_cache_loc))
     flattened = metadata.page_table_1_flattened
+    lens = [] if flattened is None else metadata.indexer_seq_lens_cpu.tolist()
+    width = metadata.page_table_1.shape[1]
+    slots = active.token_slots(max([width, *lens]), len(forward_batch.out_cache_loc))
     if flattened is not None:
-        import torch
-
-        lens = metadata.indexer_seq_lens_cpu.tolist()
-        flattened = torch.cat([slots[i, :length] for i, length in enumerate(lens)])
+        rows = [slots[i, :length] for i, length in enumerate(lens)]
+        flattened = rows[0] if len(rows) == 1 else torch.cat(rows)
     instance.forward_metadata = dataclasses.replace(
         metadata,
-        page_table_1=slots[:, : metadata.page_table_1.shape[1]].contiguous(),
+        page_table_1=slots[:, :width].contiguous(),
         real_page_table=active.page_table[:, : metadata.real_page_table.shape[1]].contiguous(),
         page_table_1_flattened=flattened,
     )

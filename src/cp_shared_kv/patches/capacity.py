@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 
+from cp_shared_kv.collectives import PageGather, own_communicator
+from cp_shared_kv.config import PREFETCH_ENV, prefetch_wanted
 from cp_shared_kv.divergence import DivergenceGuard, check_every
+from cp_shared_kv.host_pages import PageCheck
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import SHARD_POLICY
 from cp_shared_kv.patches import Patch, PatchGroup
-from cp_shared_kv.plan import workspace_pages
+from cp_shared_kv.plan import workspace_count, workspace_pages
 
 logger = logging.getLogger("cp_shared_kv")
+
+#: Attribute of SGLang's model runner.
+_GATHER = "_cp_shared_kv_gather"
 
 
 class CapacityError(RuntimeError):
@@ -30,32 +36,41 @@ def _workspace_pages(runner: Any) -> int:
 
 
 def workspace_bytes_for(runner: Any) -> int:
-    """Bytes of the workspace of a model runner: one layer of MLA KV and of index-K for one context."""
+    """Bytes of the workspaces of a model runner: for one context one layer of MLA KV and of index-K, or two layers."""
     from sglang.srt.configs.model_config import get_nsa_index_head_dim
     from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
     index_dim = get_nsa_index_head_dim(runner.model_config.hf_config)
     index_bytes = index_dim + index_dim // NSATokenToKVPool.quant_block_size * 4
     kv_bytes = runner.calculate_mla_kv_cache_dim() * runner.kv_cache_dtype.itemsize
-    return _workspace_pages(runner) * runner.page_size * (kv_bytes + index_bytes)
+    workspaces = workspace_count(prefetch_wanted())
+    return workspaces * _workspace_pages(runner) * runner.page_size * (kv_bytes + index_bytes)
+
+
+def _gather_of(runner: Any) -> PageGather:
+    """The gather of a model runner; the first call makes and checks it, a collective call."""
+    from sglang.srt.distributed.parallel_state import get_attn_cp_group
+
+    gather: PageGather | None = getattr(runner, _GATHER, None)
+    if gather is None:
+        group = get_attn_cp_group()
+        gather = PageGather(group, own_communicator(group) if prefetch_wanted() else None)
+        gather.self_check(runner.device)
+        setattr(runner, _GATHER, gather)
+    return gather
 
 
 def _profile_available_bytes(
     wrapped: Callable[..., int], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> int:
-    from sglang.srt.distributed.parallel_state import get_attn_cp_group
-
-    from cp_shared_kv.collectives import PageGather
-
-    # Before memory is measured: the communicator takes its buffers on first use.
-    PageGather(get_attn_cp_group()).self_check(instance.device)
+    _gather_of(instance)  # before memory is measured: the communicator takes its buffers on first use
     available = wrapped(*args, **kwargs)
     charge = workspace_bytes_for(instance)
     if available <= charge:
         raise CapacityError(
-            f"CP shared KV needs {charge} bytes for its workspace (one context of "
-            f"{instance.model_config.context_len} tokens) but only {available} bytes are left for the KV cache: "
-            "raise --mem-fraction-static or lower --context-length"
+            f"CP shared KV needs {charge} bytes for its workspace ({workspace_count(prefetch_wanted())} layers of one "
+            f"context of {instance.model_config.context_len} tokens) but only {available} bytes are left for the KV "
+            f"cache: raise --mem-fraction-static, lower --context-length, or do without prefetch ({PREFETCH_ENV}=0)"
         )
     return available - charge
 
@@ -81,7 +96,6 @@ def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
 
     from cp_shared_kv._version import __version__
     from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
-    from cp_shared_kv.collectives import PageGather
     from cp_shared_kv.pool import CPSharedNSATokenToKVPool
 
     runner = instance
@@ -100,15 +114,22 @@ def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
             "kv_cache_dtype": str(runner.kv_cache_dtype),
             "plugin": __version__,
             "check_every": check_every(),
+            "prefetch": prefetch_wanted(),
         },
     )
     result = wrapped(*args, **kwargs)
     stock_allocator = runner.token_to_kv_pool_allocator
     pool = CPSharedNSATokenToKVPool.adopt(
-        runner.token_to_kv_pool, layout=layout, workspace_pages=pages, gather=PageGather(group)
+        runner.token_to_kv_pool,
+        layout=layout,
+        workspace_pages=pages,
+        gather=_gather_of(runner),
+        prefetch=prefetch_wanted(),
     )
     pool.self_check()
-    pool.divergence_guard = DivergenceGuard(group, check_every())
+    if check_every():
+        pool.divergence_guard = DivergenceGuard(group, check_every())
+        pool.page_check = PageCheck(layout.page_size, pool.device)
     runner.token_to_kv_pool = pool
     runner.token_to_kv_pool_allocator = CPSharedPagedTokenToKVPoolAllocator(
         logical_size=pool.size,
@@ -124,13 +145,14 @@ def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
     runner.max_total_num_tokens = pool.size
     logger.info(
         "CP shared KV enabled. physical_tokens_per_rank=%d, logical_tokens=%d, cp_size=%d, shard_policy=%s, "
-        "workspace_pages=%d, workspace_bytes=%d",
+        "workspace_pages=%d, workspace_bytes=%d, prefetch=%s",
         pool.physical_size,
         pool.size,
         layout.cp_size,
         SHARD_POLICY,
         pages,
         pool.workspace_bytes,
+        "on" if prefetch_wanted() else "off",
     )
     return result
 
@@ -155,6 +177,11 @@ GROUP = PatchGroup(
         "scheduler.add_one_req",
         "capacity.mla_kv_cache_dim",
         "allocator.init",
+        "allocator.alloc",
+        "allocator.alloc_extend",
+        "allocator.alloc_decode",
+        "allocator.free",
+        "allocator.clear",
         "pool.init",
         "pool.set_mla_kv_buffer",
         "pool.get_key_buffer",

@@ -58,11 +58,22 @@ def _relies(why: str) -> Dependency:
     return Dependency("relies on", why)
 
 
+_BALANCED = "pages are drawn on the host, cyclic in their owners; the stock kernel lays them out as slots"
 _CHECKS_LAYER = "what is read is the workspace, which must hold this very layer"
 
 #: Group -> seam of its ``relies_on`` -> what it is needed for.
 DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
+    "page_ids": {
+        "chunk_cache.cache_unfinished_req": _relies("leaves a request's pages as they are"),
+        "radix_cache.insert_helper": _relies("gives a new node the slots of the request that is inserted"),
+        "radix_cache.match_prefix_helper": _relies("returns the slots of the nodes down to the last one, in order"),
+    },
     "capacity": {
+        "allocator.alloc": _override(_BALANCED),
+        "allocator.alloc_decode": _override(_BALANCED),
+        "allocator.alloc_extend": _override(_BALANCED),
+        "allocator.clear": _override("free pages are kept on the host, apart by owner"),
+        "allocator.free": _override("free pages are kept on the host, apart by owner"),
         "allocator.init": _override("the allocator pages logical slots, N times as many as the pool holds"),
         "capacity.mla_kv_cache_dim": _relies("gives the bytes of a token in the MLA KV workspace that is charged for"),
         "scheduler.add_one_req": _relies(

@@ -1,0 +1,87 @@
+"""Page ids: follow on the host what SGLang does with them on the device, so that no forward has to ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cp_shared_kv.host_pages import forget_pages, note_inserted, note_split, noted_pages
+from cp_shared_kv.patches import Patch, PatchGroup, argument
+
+
+def _alloc_for_extend(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+    from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
+
+    batch = argument(args, kwargs, 0, "batch")
+    allocator = batch.tree_cache.token_to_kv_pool_allocator
+    if not isinstance(allocator, CPSharedPagedTokenToKVPoolAllocator):
+        return wrapped(*args, **kwargs)
+    if type(batch.tree_cache) not in (RadixCache, ChunkCache):  # what other caches do with pages is not followed
+        for req in batch.reqs:
+            forget_pages(req)
+        return wrapped(*args, **kwargs)
+    host_pages = allocator.get_kvcache().host_pages
+    prefixes = [host_pages.prefix_pages(req, allocator.page_size) for req in batch.reqs]
+    allocator.continue_after([int(pages[-1]) if len(pages) else 0 for pages in prefixes])
+    try:
+        result = wrapped(*args, **kwargs)
+    finally:
+        allocator.continue_after(None)
+    host_pages.note_batch(batch.reqs, prefixes, allocator.drawn)
+    return result
+
+
+def _cache_unfinished_req(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+
+    first_new_node = TreeNode.counter
+    result = wrapped(*args, **kwargs)
+    if type(instance) is RadixCache and not instance.disable:
+        note_inserted(argument(args, kwargs, 0, "req"), first_new_node, instance.page_size)
+    return result
+
+
+def _split_node(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    child = argument(args, kwargs, 1, "child")
+    pages = noted_pages(child)
+    front = wrapped(*args, **kwargs)
+    note_split(pages, front, child, instance.page_size)
+    return front
+
+
+_UNTIL = "SGLang keeps page ids on the host, or shards the NSA KV pool over prefill CP ranks itself"
+
+GROUP = PatchGroup(
+    name="page_ids",
+    patches=(
+        Patch(
+            "cache.alloc_for_extend",
+            _alloc_for_extend,
+            why="the pages of a batch must be known on the host to plan its forward; reading them from the device "
+            "would wait for all that is queued there",
+            until=_UNTIL,
+        ),
+        Patch(
+            "radix_cache.cache_unfinished_req",
+            _cache_unfinished_req,
+            why="a chunk's pages go into the tree here, or give way to pages that the tree had already",
+            until=_UNTIL,
+        ),
+        Patch(
+            "radix_cache.split_node",
+            _split_node,
+            why="a node's pages must be divided with its slots",
+            until=_UNTIL,
+        ),
+    ),
+    relies_on=(
+        "radix_cache.insert_helper",
+        "radix_cache.match_prefix_helper",
+        "chunk_cache.cache_unfinished_req",
+    ),
+)
