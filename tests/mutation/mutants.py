@@ -174,22 +174,22 @@ MUTANTS = (
     Mutant(
         "the layer in the workspace is not checked",
         "pool.py",
-        "if store.holds != layer_id:",
+        "if held != layer_id:",
         "if False:",
         MISUSE,
     ),
     Mutant(
         "padding rows are written to slot 0",
         "pool.py",
-        "token_slots.new_full((padding,), self.trash_slot)",
-        "token_slots.new_zeros((padding,))",
+        "self.page_table, self._spans, self.page_size, width, rows, self.trash_slot",
+        "self.page_table, self._spans, self.page_size, width, rows, 0",
         POOL,
     ),
     Mutant(
-        "a surplus is not broadcast",
+        "a surplus is not sent",
         "collectives.py",
-        "            dist.broadcast(region",
-        "            (lambda *a, **k: None)(region",
+        "            _send_surplus(regions, self.rank",
+        "            (lambda *a: None)(regions, self.rank",
         POOL,
     ),
     Mutant(
@@ -241,6 +241,64 @@ MUTANTS = (
         "if logical_size != physical_size * cp_size:",
         "if False:",
         unit("allocator"),
+    ),
+    # One layer ahead.
+    Mutant(
+        "a layer does not wait for its prefix",
+        "prefetch.py",
+        "        self._streams.current_stream().wait_event(ready)\n",
+        "",
+        unit("prefetch"),
+    ),
+    Mutant(
+        "a fetch does not wait for the buffer's previous tenant",
+        "prefetch.py",
+        "        self._side.wait_stream(self._streams.current_stream())\n",
+        "",
+        unit("prefetch"),
+    ),
+    Mutant(
+        "a forward that has failed leaves its fetch running",
+        "prefetch.py",
+        "            self._streams.current_stream().wait_stream(self._side)\n",
+        "            pass\n",
+        unit("prefetch"),
+    ),
+    Mutant(
+        "a fetch does not wait for a loader",
+        "pool.py",
+        "            self.layer_transfer_counter.wait_until(layer)",
+        "            pass",
+        unit("public_faults"),
+    ),
+    # Page ids on the host.
+    Mutant(
+        "a node that was split keeps all its pages",
+        "host_pages.py",
+        "None if pages is None else pages[cut:])",
+        "pages)",
+        unit("host_pages"),
+    ),
+    Mutant(
+        "a request keeps its own pages where the tree had some already",
+        "host_pages.py",
+        "np.concatenate([_path_pages(nodes, page_size), noted[start:]])",
+        "noted",
+        unit("host_pages"),
+    ),
+    Mutant(
+        "an old node is taken for one that the request inserted",
+        "host_pages.py",
+        "if node.id >= first_new_node and",
+        "if",
+        unit("host_pages"),
+    ),
+    Mutant(
+        "wrongly noted pages are not noticed",
+        "host_pages.py",
+        "            if self._outcomes.popleft()[1].item():",
+        "            if self._outcomes.popleft()[1].item() and False:",
+        unit("host_pages"),
     ),
     # Divergence.
     Mutant(

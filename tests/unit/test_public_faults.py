@@ -312,6 +312,17 @@ class TestTime:
         rank.forward(16)()
         assert len(collective_bytes) == 2 * LAYERS
 
+    def test_pages_that_a_loader_brings_are_waited_for_before_they_are_gathered(
+        self, sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ):
+        """sglang#30321, sglang#38324: HiCache is refused, but a loader that fills a layer late must not be overtaken."""
+        seen: list[Any] = []
+        monkeypatch.setattr(collectives, "_all_gather", lambda output, own, group: seen.append("gather"))
+        rank = Rank(sglang, 4, 40, 40 * PAGE)
+        rank.pool.layer_transfer_counter = SimpleNamespace(wait_until=seen.append)
+        rank.forward(16)()
+        assert seen == [step for layer in range(LAYERS) for step in (layer, "gather") * 2]
+
     def test_no_operation_of_a_layer_needs_a_value_on_the_host(
         self, sglang: SimpleNamespace, collective_bytes: list[int]
     ):
