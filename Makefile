@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 CP ?= 2
 
-.PHONY: help setup libraries demo test test-fast mutants soak lint clean
+.PHONY: help setup libraries demo test test-fast mutants soak bench lint clean
 
 help: ## list the targets
 	@echo "Usage: make TARGET"
@@ -81,6 +81,9 @@ mutants: setup ## break the product in small ways and see a test fail (about hal
 
 soak: setup ## 10 minutes of mixed traffic, every answer compared with stock; SOAK_FLAGS="--seconds 3600 --cp 4 --fp8"
 	@cd tests && ../$(BIN)/python -m soak $(SOAK_FLAGS)
+
+bench: setup ## ratios and counts with their budgets, in one table (about 8 minutes); BENCH_FLAGS="--only gather slopes"
+	@$(BIN)/python -m benchmarks $(BENCH_FLAGS)
 
 lint: setup ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .

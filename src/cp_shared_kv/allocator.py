@@ -61,7 +61,7 @@ class FreePages:
         self.layout = layout
         self.num_pages = num_pages
         # Owners of the new pages of any request are a slice of this. 16 bits, because NumPy sorts those by radix.
-        self._cycle = (np.arange(num_pages + layout.cp_size) % layout.cp_size).astype(np.int16)
+        self._cycle = layout.owner_for_logical_pages_np(np.arange(1, num_pages + layout.cp_size + 1)).astype(np.int16)
         self.clear()
 
     def clear(self) -> None:
@@ -159,10 +159,9 @@ class FreePages:
         for count, owner in zip(counts, previous, strict=True):
             first = left.index(max(left)) if owner == NO_OWNER else (owner + 1) % ranks
             parts.append(self._cycle[first : first + count])
-            rounds, rest = divmod(count, ranks)
-            if rounds:
-                left = [free - rounds for free in left]
-            for step in range(first, first + rest):
+            if count >= ranks:
+                left = [free - count // ranks for free in left]
+            for step in range(first, first + count % ranks):
                 left[step % ranks] -= 1
         return np.concatenate(parts), left
 

@@ -7,18 +7,29 @@ which is the bound for a dense local view; an all-reduce of a zero-filled view w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
-from cp_shared_kv.kernels import copy_pages
 from cp_shared_kv.plan import Surplus
 
 #: torch 2.13 renames the call and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather_call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+#: Shares up to so many pages travel in one call for all stores. On gloo one call then takes 0.5 to 0.9 of the time of
+#: two, and no less for larger ones (benchmarks/gather.py); on NCCL it is one launch.
+ONE_CALL_UP_TO = 64
+
+
+def _all_gather(outputs: Sequence[torch.Tensor], owns: Sequence[torch.Tensor], group: Any) -> None:
+    """All-gather each tensor of ``owns`` into its output, by one collective call."""
+    together = contextlib.nullcontext() if len(outputs) == 1 else _coalescing_manager(group)
+    with together:
+        for output, own in zip(outputs, owns, strict=True):
+            _all_gather_call(output, own, group=group)
 
 
 def _send_surplus(regions: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: Sequence[int], group: Any) -> None:
@@ -48,22 +59,6 @@ def page_rows(buffer: torch.Tensor, pages: int) -> torch.Tensor:
     return raw.view(torch.int64) if raw.shape[1] % 8 == 0 else raw
 
 
-@dataclass(frozen=True)
-class GatherIndices:
-    """Device-side part of a plan that the gather needs; the tensors int64 on the pool's device.
-
-    Attributes:
-        base_share: pages that each rank contributes to the all-gather.
-        surplus: pages that one rank sends to the others.
-        own_workspace, own_physical: pages that this rank copies from its pool into the workspace before that.
-    """
-
-    base_share: int
-    surplus: tuple[Surplus, ...]
-    own_workspace: torch.Tensor
-    own_physical: torch.Tensor
-
-
 def own_communicator(group: Any) -> dist.ProcessGroup:
     """A process group of its own with the ranks of a group coordinator; made by each of them.
 
@@ -90,29 +85,30 @@ class PageGather:
         self.rank = group.rank_in_group
         self.size = group.world_size
 
-    def gather(self, physical: torch.Tensor, workspace: torch.Tensor, indices: GatherIndices) -> int:
-        """Fill the gathered part of ``workspace``; a collective call, made by every rank of the group.
+    def gather(self, workspaces: Sequence[torch.Tensor], base_share: int, surplus: Sequence[Surplus]) -> int:
+        """Bring the pages of other ranks into workspaces; a collective call, made by every rank of the group.
 
         Args:
-            physical: this rank's pages, as :func:`page_rows` gives them.
-            workspace: the workspace's pages, in the same form.
-            indices: the plan.
+            workspaces: pages of the workspace of each store, as :func:`page_rows` gives them; this rank's own pages
+                are in them.
+            base_share, surplus: as in the plan.
 
         Returns:
             bytes received from other ranks, padding included.
         """
-        share = indices.base_share
-        received = 0
-        copy_pages(workspace, indices.own_workspace, physical, indices.own_physical)
+        share, received = base_share, 0
         if share:
-            own = workspace[self.rank * share : (self.rank + 1) * share]
-            _all_gather(workspace[: self.size * share], own, group=self.process_group)
+            outputs = [workspace[: self.size * share] for workspace in workspaces]
+            owns = [workspace[self.rank * share : (self.rank + 1) * share] for workspace in workspaces]
+            at_once = len(workspaces) if share <= ONE_CALL_UP_TO else 1
+            for first in range(0, len(workspaces), at_once):
+                _all_gather(outputs[first : first + at_once], owns[first : first + at_once], self.process_group)
             received += (self.size - 1) * share
-        if indices.surplus:
-            regions = [(part.owner, workspace[part.start : part.start + part.count]) for part in indices.surplus]
+        if surplus:
+            regions = [(s.owner, w[s.start : s.start + s.count]) for w in workspaces for s in surplus]
             _send_surplus(regions, self.rank, self.ranks, self.process_group)
-            received += sum(part.count for part in indices.surplus if part.owner != self.rank)
-        return received * workspace.shape[1] * workspace.element_size()
+            received += sum(s.count for s in surplus if s.owner != self.rank)
+        return received * sum(workspace.shape[1] * workspace.element_size() for workspace in workspaces)
 
     def self_check(self, device: torch.device | str) -> None:
         """Gather and send one known page per rank; also makes the communicator take its memory now.
@@ -120,15 +116,13 @@ class PageGather:
         Raises:
             RuntimeError: a page came back wrong: the group is broken or its ranks are in another order.
         """
-        physical = torch.full((2, 4), -1, dtype=torch.int64, device=device)
-        physical[1] = 1000 + self.rank
         expected = [1000 + rank for rank in range(self.size)]
-        own = torch.tensor([self.rank], dtype=torch.int64, device=device)
         surplus = tuple(Surplus(rank, rank, 1) for rank in range(self.size))
         # The all-gather first: ranks that are out of order could not even be sent to.
         for share, parts in ((1, ()), (0, surplus)):
             workspace = torch.zeros((self.size, 4), dtype=torch.int64, device=device)
-            self.gather(physical, workspace, GatherIndices(share, parts, own, torch.ones_like(own)))
+            workspace[self.rank] = 1000 + self.rank
+            self.gather([workspace, workspace.clone()], share, parts)
             found = workspace[:, 0].tolist()
             if found != expected or not bool((workspace == workspace[:, :1]).all()):
                 raise RuntimeError(

@@ -13,7 +13,7 @@ is stamped with the layer it holds, and a read of any other is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
-from cp_shared_kv.collectives import GatherIndices, PageGather, page_rows
+from cp_shared_kv.collectives import PageGather, page_rows
 from cp_shared_kv.divergence import DivergenceGuard
 from cp_shared_kv.host_pages import HostPages, PageCheck, to_device
 from cp_shared_kv.kernels import copy_pages, expand_page_table
@@ -65,7 +65,7 @@ class ActivePlan:
 
     Attributes:
         page_table: workspace page of each page position, int32 ``(batch, pages)``.
-        indices: what the gather needs.
+        own_workspace, own_physical: pages that this rank copies from its pool into the workspace, int64.
         keep_workspace, keep_physical: owned pages that were written and where they are kept, int64.
         write_slots: workspace slot of each row of the chunk, int64; set by :meth:`token_slots`.
     """
@@ -81,12 +81,11 @@ class ActivePlan:
         parts = (*plan.own_pages(), plan.keep_workspace, plan.keep_physical, spans.ravel())
         # One upload for all indices: each transfer costs a launch.
         packed = to_device(np.concatenate(parts), device)
-        own_workspace, own_physical, self.keep_workspace, self.keep_physical, packed_spans = packed.split(
+        self.own_workspace, self.own_physical, self.keep_workspace, self.keep_physical, spans_packed = packed.split(
             [len(part) for part in parts]
         )
         self.page_table = to_device(plan.tables, device)
-        self.indices = GatherIndices(plan.base_share, plan.surplus, own_workspace, own_physical)
-        self._spans = packed_spans.view(3, batch)
+        self._spans = spans_packed.view(3, batch)
         self.write_slots: torch.Tensor | None = None
 
     @property
@@ -190,7 +189,10 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         stores = {store.name: store for store in (self._index, self._kv)}
         streams = torch.get_device_module(self.device) if prefetch else None
         self._prefetch = LayerPrefetch(
-            lambda name, layer: self._fetch(stores[name], layer), tuple(stores), self.layer_num, streams
+            lambda names, layer: self._fetch([stores[name] for name in names], layer),
+            tuple(stores),
+            self.layer_num,
+            streams,
         )
 
     def _make_store(self, name: str, layers: list[torch.Tensor], workspaces: list[torch.Tensor]) -> _Store:
@@ -317,20 +319,21 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             )
         return self._active
 
-    def _fetch(self, store: _Store, layer: int) -> None:
+    def _fetch(self, stores: Sequence[_Store], layer: int) -> None:
         """Gather the prefix pages of a layer, and lay out new pages that will not be filled, on the current stream."""
-        active = self._require_plan(f"gather of {store.name} of layer {layer + self.start_layer}")
-        workspace, physical = store.rows_for(layer), store.layer_rows[layer]
-        store.holds[layer % len(store.workspaces)] = None
+        active = self._require_plan(f"gather of layer {layer + self.start_layer}")
+        for store in stores:
+            store.holds[layer % len(store.workspaces)] = None
         if self.layer_transfer_counter is not None:
             self.layer_transfer_counter.wait_until(layer)  # a loader may still be writing this layer's pages
-        if active.plan.gathered_pages:
-            if self._gather is None:
-                raise SharedPoolError("this pool was made without a gather but the plan reads prefix pages")
-            received = self._gather.gather(physical, workspace, active.indices)
-            COUNTERS.add(gather_calls=1, gathered_bytes=received)
-        else:
-            copy_pages(workspace, active.indices.own_workspace, physical, active.indices.own_physical)
+        if active.plan.gathered_pages and self._gather is None:
+            raise SharedPoolError("this pool was made without a gather but the plan reads prefix pages")
+        workspaces = [store.rows_for(layer) for store in stores]
+        for store, workspace in zip(stores, workspaces, strict=True):
+            copy_pages(workspace, active.own_workspace, store.layer_rows[layer], active.own_physical)
+        if self._gather is not None and active.plan.gathered_pages:
+            received = self._gather.gather(workspaces, active.plan.base_share, active.plan.surplus)
+            COUNTERS.add(gather_calls=len(stores), gathered_bytes=received)
 
     def _load(self, store: _Store, layer_id: int) -> None:
         """Have the workspace hold the layer's prefix, and stamp it."""

@@ -1,7 +1,7 @@
 """One layer ahead: which layer's prefix is fetched when, on which stream, and who waits for whom.
 
 The prefix of layer l + 1 is in the pools before layer l begins, so it can travel while layer l computes. There are two
-buffers, layer l uses buffer ``l % 2``. At the first write point of layer l, which every rank reaches:
+buffers of each kind of data; layer l uses ``l % 2``. At the first write point of layer l, which every rank reaches:
 
     compute stream   ... layer l-1 | wait for fetch l | layer l ............. | wait for fetch l+1 | layer l+1 ...
     side stream                    | wait for compute | fetch l+1 ........... |
@@ -17,19 +17,25 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+#: Buffers of each kind when fetching ahead: for the layer that computes, and for the next.
+BUFFERS = 2
+
 
 class LayerPrefetch:
     """Decides when the pages of a layer are fetched.
 
     Args:
-        fetch: ``fetch(kind, layer)`` fetches one kind of a layer's data into its buffer, by work on the current stream.
+        fetch: ``fetch(kinds, layer)`` fetches some kinds of a layer's data into its buffers, by work on the current
+            stream.
         kinds: kinds of data, in the order in which a layer needs them.
         layers: number of layers; they are numbered from 0.
         streams: module with ``Stream``, ``Event``, ``stream`` and ``current_stream`` (``torch.cuda``), or None to fetch
             each layer when it is needed.
     """
 
-    def __init__(self, fetch: Callable[[Any, int], None], kinds: Sequence[Hashable], layers: int, streams: Any) -> None:
+    def __init__(
+        self, fetch: Callable[[Sequence[Any], int], None], kinds: Sequence[Hashable], layers: int, streams: Any
+    ) -> None:
         self._fetch = fetch
         self._kinds = tuple(kinds)
         self._layers = layers
@@ -37,7 +43,8 @@ class LayerPrefetch:
         self._side: Any = None if streams is None else streams.Stream()
         #: What the layers of earlier forwards needed; some layers reuse another's selection and need no index-K.
         self._needed: set[tuple[Hashable, int]] = set()
-        self._ready: dict[tuple[Hashable, int], Any] = {}
+        #: By kind and buffer: the layer that was fetched ahead into it, and the event after that.
+        self._ready: dict[tuple[Hashable, int], tuple[int, Any]] = {}
         self._next = 0
         self._is_ahead = False
 
@@ -58,7 +65,6 @@ class LayerPrefetch:
             self._streams.current_stream().wait_stream(self._side)
         self._is_ahead = False
         self._ready.clear()
-        self._next = 0
 
     def forget(self) -> None:
         """Forget which layers needed what."""
@@ -71,10 +77,10 @@ class LayerPrefetch:
         """
         self._needed.add((kind, layer))
         if not self._is_ahead:
-            self._fetch(kind, layer)
+            self._fetch([kind], layer)
             return
-        ready = self._ready.pop((kind, layer), None)
-        if ready is None:
+        fetched, ready = self._ready.pop((kind, layer % BUFFERS), (None, None))
+        if fetched != layer:
             ready = self._fetch_on_side([kind], layer)
         self._streams.current_stream().wait_event(ready)
         if layer + 1 > self._next:
@@ -85,13 +91,12 @@ class LayerPrefetch:
         kinds = [kind for kind in self._kinds if (kind, layer) in self._needed]
         if layer < self._layers and kinds:
             ready = self._fetch_on_side(kinds, layer)
-            self._ready.update({(kind, layer): ready for kind in kinds})
+            self._ready.update({(kind, layer % BUFFERS): (layer, ready) for kind in kinds})
 
     def _fetch_on_side(self, kinds: Sequence[Hashable], layer: int) -> Any:
         self._side.wait_stream(self._streams.current_stream())
         with self._streams.stream(self._side):
-            for kind in kinds:
-                self._fetch(kind, layer)
+            self._fetch(kinds, layer)
             ready = self._streams.Event()
             ready.record(self._side)
         return ready

@@ -163,6 +163,42 @@ _TARGETS_0_5_12_POST1: dict[str, Target] = {
         ("self",),
         "e0f7d7cf23d86450",
     ),
+    "allocator.free_group_begin": Target(
+        "sglang.srt.mem_cache.allocator",
+        "BaseTokenToKVPoolAllocator.free_group_begin",
+        ("self",),
+        "3185b778d5ae499f",
+    ),
+    "allocator.free_group_end": Target(
+        "sglang.srt.mem_cache.allocator",
+        "BaseTokenToKVPoolAllocator.free_group_end",
+        ("self",),
+        "652ff4ae1df672a4",
+    ),
+    "allocator.available_size": Target(
+        "sglang.srt.mem_cache.allocator",
+        "BaseTokenToKVPoolAllocator.available_size",
+        ("self",),
+        "cdb7477002ce2ef2",
+    ),
+    "allocator.backup_state": Target(
+        "sglang.srt.mem_cache.allocator",
+        "BaseTokenToKVPoolAllocator.backup_state",
+        ("self",),
+        "d6ce92eaf3193354",
+    ),
+    "allocator.restore_state": Target(
+        "sglang.srt.mem_cache.allocator",
+        "BaseTokenToKVPoolAllocator.restore_state",
+        ("self", "state"),
+        "300f5a54ef35a50d",
+    ),
+    "allocator.merge_and_sort_free": Target(
+        "sglang.srt.mem_cache.allocator",
+        "BaseTokenToKVPoolAllocator.merge_and_sort_free",
+        ("self",),
+        "62e3bd78e17e0860",
+    ),
     "cache.alloc_for_extend": Target(
         "sglang.srt.mem_cache.common",
         "alloc_for_extend",

@@ -24,7 +24,7 @@ _WAITS = frozenset(
     {"cpu", "item", "tolist", "nonzero", "unique", "masked_select", "equal", "__bool__", "__int__", "__float__"}
 )
 _KERNELS = {
-    "copy_pages": ("cp_shared_kv.pool", "cp_shared_kv.collectives"),
+    "copy_pages": ("cp_shared_kv.pool",),
     "expand_page_table": ("cp_shared_kv.pool",),
 }
 

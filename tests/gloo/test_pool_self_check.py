@@ -76,13 +76,20 @@ def test_one_rank_that_keeps_nothing_of_a_store_is_named_by_every_rank(size: int
         assert "outside a forward" in seen["after"]
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_one_gather_that_is_left_out_is_seen(size: int, layers: int, prefetch: bool) -> None:
-    for seen in check(size, breaks="gather", layers=layers, prefetch=prefetch):
-        lines = seen["said"].splitlines()[1:]
-        assert [line.split(", page")[0] for line in lines] == ["  - MLA KV of layer 0"] * size
+def test_gathers_of_one_store_into_one_workspace_that_are_left_out_are_seen(
+    size: int, layers: int, prefetch: bool
+) -> None:
+    for rank, seen in enumerate(check(size, breaks="gather", layers=layers, prefetch=prefetch)):
+        seen_layers = [0] if prefetch else range(layers)
+        assert [line.split(": ")[0] for line in seen["said"].splitlines()[1:]] == [
+            f"  - MLA KV of layer {layer}, page {owner + 1} of rank {owner}"
+            for layer in seen_layers
+            for owner in range(size)
+            if owner != rank
+        ]
 
 
 def test_a_server_checks_its_pool_while_it_builds_it() -> None:

@@ -128,8 +128,9 @@ def run_forwards(
         broken = shared._kv if breaks == "kv" else shared._index
         stock_gather = gather.gather
 
-        def skip(physical: Any, rows: Any, indices: Any) -> int:
-            return 0 if any(rows is each for each in broken.workspace_rows) else stock_gather(physical, rows, indices)
+        def skip(workspaces: Any, *shares: Any) -> int:
+            sound = [rows for rows in workspaces if all(rows is not each for each in broken.workspace_rows)]
+            return stock_gather(sound, *shares) if sound else 0
 
         gather.gather = skip  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(5)
@@ -213,7 +214,8 @@ def pool_self_check(
 
     Args:
         breaks: ``order`` swaps the first two ranks, ``owner`` and ``owners alike`` give rank 1 another owner formula,
-            ``keep`` makes it keep nothing of index-K, ``gather`` makes it leave out one layer's gather; or None.
+            ``keep`` makes it keep nothing of index-K, ``gather`` leaves out what goes to the first MLA KV workspace; or
+            None.
 
     Returns:
         ``said``: the error's text, None if there is none; ``changed``: persistent bytes that are not those from before;
@@ -249,11 +251,11 @@ def pool_self_check(
         keep = pool._keep
         pool._keep = lambda store, layer_id: None if store is pool._index else keep(store, layer_id)  # type: ignore
     if breaks == "gather":
-        stock_gather, calls = gather.gather, []
+        stock_gather = gather.gather
 
-        def skip_one(*args: Any) -> int:
-            calls.append(args)
-            return 0 if len(calls) == 2 else stock_gather(*args)
+        def skip_one(workspaces: Any, *shares: Any) -> int:
+            sound = [rows for rows in workspaces if rows is not pool._kv.workspace_rows[0]]
+            return stock_gather(sound, *shares) if sound else 0
 
         gather.gather = skip_one  # type: ignore[method-assign]
     persistent = [*pool.physical_kv_buffer, *pool.physical_index_k_with_scale_buffer]

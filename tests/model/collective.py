@@ -93,8 +93,9 @@ class Link:
 def install() -> None:
     """Make the product's collective calls reach the links."""
 
-    def all_gather(output: torch.Tensor, own: torch.Tensor, group: Link) -> None:
-        group.all_gather(output, own)
+    def all_gather(outputs: Sequence[torch.Tensor], owns: Sequence[torch.Tensor], group: Link) -> None:
+        for output, own in zip(outputs, owns, strict=True):
+            group.all_gather(output, own)
 
     def send_surplus(regions: Sequence[tuple[int, torch.Tensor]], rank: int, ranks: Sequence[int], group: Link) -> None:
         assert rank == group.rank

@@ -34,6 +34,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
 from cp_shared_kv.collectives import page_rows
+from cp_shared_kv.kernels import copy_pages
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.patches import page_ids
 from cp_shared_kv.patches.attention import _plan
@@ -321,7 +322,9 @@ class Rank:
         """This rank's side of the gather that comes next."""
         if active.plan.gathered_pages:
             rows = page_rows(layers[layer], self.pages + 1)
-            self.gather.gather(rows, self.scratch[rows.shape[1] * rows.element_size()], active.indices)
+            scratch = self.scratch[rows.shape[1] * rows.element_size()]
+            copy_pages(scratch, active.own_workspace, rows, active.own_physical)
+            self.gather.gather([scratch], active.plan.base_share, active.plan.surplus)
 
     def store_index(self, layer: int, slots: Slots, rows: Rows) -> None:
         """The indexer's store of one layer."""

@@ -145,7 +145,7 @@ MUTANTS = (
     Mutant(
         "the gather is skipped",
         "pool.py",
-        "        if active.plan.gathered_pages:\n",
+        "        if self._gather is not None and active.plan.gathered_pages:\n",
         "        if False:\n",
         MODEL,
     ),
@@ -202,8 +202,8 @@ MUTANTS = (
     Mutant(
         "a rank gathers into its own part alone",
         "collectives.py",
-        "            _all_gather(workspace[: self.size * share], own, group=self.process_group)\n",
-        "",
+        "                _all_gather(outputs[first",
+        "                (lambda *a: None)(outputs[first",
         POOL,
     ),
     Mutant(
@@ -242,12 +242,40 @@ MUTANTS = (
         "if False:",
         unit("allocator"),
     ),
+    Mutant(
+        "owners do not go on from a request's last page",
+        "allocator.py",
+        "            first = left.index(max(left)) if owner == NO_OWNER else (owner + 1) % ranks\n            parts",
+        "            first = left.index(max(left))\n            parts",
+        unit("allocator"),
+    ),
+    Mutant(
+        "an owner without free pages strands those of the others",
+        "allocator.py",
+        "            owners, left = self._owners_past_empty(counts, previous)",
+        "            return None",
+        unit("allocator"),
+    ),
+    Mutant(
+        "the page of a cached prefix is asked from the device though it was told",
+        "allocator.py",
+        "        last_pages, self._last_pages = self._last_pages, None",
+        "        last_pages, self._last_pages = None, None",
+        unit("allocator"),
+    ),
+    Mutant(
+        "a long prefix is padded without limit",
+        "plan.py",
+        "(at_bound or total < PADDING_COUNTS_FROM)",
+        "True",
+        unit("plan"),
+    ),
     # One layer ahead.
     Mutant(
         "a layer does not wait for its prefix",
         "prefetch.py",
         "        self._streams.current_stream().wait_event(ready)\n",
-        "",
+        "        pass\n",
         unit("prefetch"),
     ),
     Mutant(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import random
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -695,7 +697,7 @@ def check_told_last_pages() -> None:
 def check_wrong_last_pages() -> None:
     allocator = make(4, 6)
     free = allocator.free_pages.tolist()
-    for last_pages in ([], [1], [1, 2, 3], [[1, 2]]):
+    for last_pages in ([], [1], [1, 2, 3], [[1, 2]], [[1], [2]]):
         for call, arguments in ((extend, ((4, 9, 7), (0, 9, -1))), (decode, ((5, 7), (9, 11)))):
             allocator.continue_after(last_pages)
             with kernels():
@@ -757,7 +759,7 @@ def check_debug_mode() -> None:
     allocator.debug_mode = True
     with kernels():
         assert error_of(allocator.alloc, 3) == ("AssertionError", "The allocation size should be page-aligned")
-        assert error_of(extend, allocator, (3, 5, 3))[0] == "AssertionError"
+        assert error_of(extend, allocator, (3, 5, 9))[0] == "AssertionError"
         assert error_of(decode, allocator, (3, 3))[0] == "AssertionError"
         slots = extend(allocator, (0, 5, -1))
         assert error_of(extend, allocator, (5, 6, int(slots[-1])), (5, 6, int(slots[-1])))[0] == "AssertionError"
@@ -916,6 +918,47 @@ class TestCosts:
     def test_memory_that_calls_take_does_not_grow_with_the_pool(self, in_sglang: InSglang, need_sort: bool):
         small, large = (in_sglang(peak_bytes, pages, need_sort) for pages in (1 << 10, 1 << 16))
         assert large < small + 2048
+
+
+def check_benchmark() -> list[dict[str, Any]]:
+    """Rows of the benchmark, whose stand-in for stock's kernel writes what this module's does."""
+    import torch
+
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
+    from benchmarks import allocator as benchmark
+
+    rng = random.Random(0)
+    for _ in range(50):
+        prefix = torch.tensor([rng.choice([0, rng.randint(1, 20)]) for _ in range(rng.randint(1, 4))])
+        seq = prefix + torch.tensor([rng.randint(1, 20) for _ in prefix])
+        last = torch.tensor([rng.randint(1, 9) * PAGE + (tokens - 1) % PAGE for tokens in prefix.tolist()])
+        pages = torch.randperm(40)
+        expected, got = (torch.full((int((seq - prefix).sum()),), -1) for _ in range(2))
+        _expand(prefix, seq, last, pages, expected, len(prefix), PAGE)
+        benchmark.NumpyKernel()[(len(prefix),)](prefix, seq, last, pages, got, len(prefix), PAGE)
+        assert got.tolist() == expected.tolist()
+    for mix, told in benchmark.MIXES:
+        with patch("sglang.srt.mem_cache.allocator.alloc_extend_kernel", benchmark.NumpyKernel()):
+            traffic = mix(benchmark.make(2, "cpu", shared=True), told)
+            before = traffic.allocator.available_size()
+            traffic.cycle()
+            assert traffic.allocator.available_size() == before
+    return benchmark.measure(rounds=1, round_s=0)
+
+
+class TestBenchmark:
+    def test_cycles_give_back_what_they_take_and_counted_syncs_keep_to_their_budgets(self, in_sglang: InSglang):
+        rows = in_sglang(check_benchmark)
+        budgets = {row["name"]: row["budget"] for row in rows if row["higher_is_better"]}
+        assert len(budgets) == 12
+        assert set(budgets.values()) == {0.9}
+        syncs = {row["name"]: (row["value"], row["budget"]) for row in rows if not row["higher_is_better"]}
+        assert syncs == {
+            "host syncs, batch without prefix": (0, 0),
+            "host syncs, batch with prefixes": (1, 1),
+            "host syncs, batch with prefixes, last pages told": (0, 0),
+            "host syncs, free": (1, 1),
+        }
 
 
 # --------------------------------------------------------------------------------------------- capacity and arguments

@@ -179,8 +179,8 @@ def collective_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that each collective call of a gather brings from other ranks; nothing is moved."""
     calls: list[int] = []
 
-    def all_gather(output: torch.Tensor, own: torch.Tensor, group: Any) -> None:
-        calls.append(output.nbytes - own.nbytes)
+    def all_gather(outputs: Any, owns: Any, group: Any) -> None:
+        calls.append(sum(output.nbytes - own.nbytes for output, own in zip(outputs, owns, strict=True)))
 
     def send_surplus(regions: Any, rank: int, ranks: Any, group: Any) -> None:
         calls.append(sum(region.nbytes for owner, region in regions if owner != rank))
@@ -277,8 +277,7 @@ class TestMemory:
         self, sglang: SimpleNamespace, collective_bytes: list[int], monkeypatch: pytest.MonkeyPatch
     ):
         """On a GPU, where pages are copied by a kernel that allocates nothing."""
-        for user in (collectives, sglang.pool):
-            monkeypatch.setattr(user, "copy_pages", lambda *args: None)
+        monkeypatch.setattr(sglang.pool, "copy_pages", lambda *args: None)
         taken = []
         for prefix_pages in (8, 80):
             write = Rank(sglang, 4, 40, 100 * PAGE).forward(prefix_pages)
@@ -315,9 +314,9 @@ class TestTime:
     def test_pages_that_a_loader_brings_are_waited_for_before_they_are_gathered(
         self, sglang: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ):
-        """sglang#30321, sglang#38324: HiCache is refused, but a loader that fills a layer late must not be overtaken."""
+        """sglang#30321, sglang#38324: HiCache is refused, but no loader that fills a layer late may be overtaken."""
         seen: list[Any] = []
-        monkeypatch.setattr(collectives, "_all_gather", lambda output, own, group: seen.append("gather"))
+        monkeypatch.setattr(collectives, "_all_gather", lambda *args: seen.append("gather"))
         rank = Rank(sglang, 4, 40, 40 * PAGE)
         rank.pool.layer_transfer_counter = SimpleNamespace(wait_until=seen.append)
         rank.forward(16)()

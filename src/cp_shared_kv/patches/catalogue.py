@@ -59,6 +59,7 @@ def _relies(why: str) -> Dependency:
 
 
 _BALANCED = "pages are drawn on the host, cyclic in their owners; the stock kernel lays them out as slots"
+_ON_HOST = "free pages are kept on the host, apart by owner"
 _CHECKS_LAYER = "what is read is the workspace, which must hold this very layer"
 
 #: Group -> seam of its ``relies_on`` -> what it is needed for.
@@ -72,8 +73,14 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
         "allocator.alloc": _override(_BALANCED),
         "allocator.alloc_decode": _override(_BALANCED),
         "allocator.alloc_extend": _override(_BALANCED),
-        "allocator.clear": _override("free pages are kept on the host, apart by owner"),
-        "allocator.free": _override("free pages are kept on the host, apart by owner"),
+        "allocator.available_size": _override(_ON_HOST),
+        "allocator.backup_state": _override(_ON_HOST),
+        "allocator.clear": _override(_ON_HOST),
+        "allocator.free": _override(_ON_HOST),
+        "allocator.free_group_begin": _relies("keeps what is freed until the group ends"),
+        "allocator.free_group_end": _relies("frees what a group has kept, by one call of free"),
+        "allocator.merge_and_sort_free": _override(_ON_HOST),
+        "allocator.restore_state": _override(_ON_HOST),
         "allocator.init": _override("the allocator pages logical slots, N times as many as the pool holds"),
         "capacity.mla_kv_cache_dim": _relies("gives the bytes of a token in the MLA KV workspace that is charged for"),
         "scheduler.add_one_req": _relies(
