@@ -48,18 +48,28 @@ def _skip_load(name: str) -> Callable[[], None]:
 
 
 def _break_boundary(scheduler: Any) -> Callable[[], None]:
-    """Do not gather the page that the prefix ends in the middle of."""
+    """Do not gather the page that the prefix ends in the middle of, nor find it where the last forward left it."""
     import cp_shared_kv.plan as plan
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool as Pool
 
-    original = plan._split_request_pages
+    original, end_forward = plan._split_request_pages, Pool.end_forward
+
+    def end(self: Any) -> None:
+        end_forward(self)
+        for store in (self._kv, self._index):
+            for rows in store.workspace_rows:
+                rows.zero_()
 
     def split(pages: Any, prefix_len: int, seq_len: int, page_size: int, request: int) -> Any:
         _, _, written = original(pages, prefix_len, seq_len, page_size, request)
         full = prefix_len // page_size
         return pages[:full], pages[full : -(-seq_len // page_size)], written
 
-    plan._split_request_pages = split
-    return lambda: setattr(plan, "_split_request_pages", original)
+    def mend() -> None:
+        plan._split_request_pages, Pool.end_forward = original, end_forward  # type: ignore[method-assign]
+
+    plan._split_request_pages, Pool.end_forward = split, end  # type: ignore[method-assign]
+    return mend
 
 
 def _break_state(scheduler: Any) -> Callable[[], None]:
