@@ -7,7 +7,8 @@
 ``gather``     bytes that a layer's gather receives, beside the bound and beside an all-reduce.
 ``slopes``     how costs grow with prefix, chunk, ranks and pool.
 ``transfer``   bytes and descriptors of a transfer to decode.
-``engine``     prefill wall time of real servers, stock and shared.
+``engine``     prefill time of real servers, stock and shared.
+``topk``       what a gather of selected pages alone would save; not part of ``make bench``.
 ``page``       docs/benchmarks.md, from the JSON of a run; ``svg`` draws its pictures.
 ``allocator``  throughput and waits of the allocator, beside stock's.
 ``ops``        operations that launch work, and waits for the device, of real servers' forwards beside stock's.

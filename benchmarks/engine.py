@@ -1,4 +1,7 @@
-"""Prefill wall time of real servers: CP shared KV over stock prefill CP, same prompts, in turn."""
+"""Prefill time of real servers: CP shared KV over stock prefill CP, same prompts, in turn.
+
+Wall time, and the CPU time of each server's processes: on cores that others use too, the latter says more.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from .rows import Measured, Row
@@ -30,10 +34,17 @@ ROOMS = {"stock": 1, "shared": 2}
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens, and where a prefill server tells decode servers how to reach its ranks."""
+    """Where a server listens, where a prefill server tells decode servers how to reach its ranks, and its process."""
 
     port: int
     bootstrap_port: int
+    pid: int = 0
+
+    def cpu_seconds(self) -> float:
+        """CPU time that the server's processes have used so far."""
+        server = psutil.Process(self.pid)
+        times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
 
     def generate(self, tokens: Sequence[int], room: int, bootstrap_host: str = HOST) -> tuple[float, dict[str, Any]]:
         """Seconds until the answer to a prompt, and its meta information.
@@ -114,22 +125,24 @@ class Servers:
         prefill_port, bootstrap_port, decode_port = free_ports(3)
         prefill, decode = Endpoint(prefill_port, bootstrap_port), Endpoint(decode_port, bootstrap_port)
         receiver = self._server(f"{name} decode", "decode", decode, shared)
+        server = self._server(f"{name} prefill", "prefill", prefill, shared)
         try:
-            self.fleet.start(self._server(f"{name} prefill", "prefill", prefill, shared), receiver)
+            self.fleet.start(server, receiver)
         except DemoError as error:
             raise RuntimeError(f"{error}\n{tail(error.log) if error.log else ''}") from None
         with ThreadPoolExecutor(2) as both:
             for done in [both.submit(side.generate, prefix, room) for side in (prefill, decode)]:
                 done.result()
         self.fleet.stop(receiver)
-        return prefill
+        return replace(prefill, pid=server.pid)
 
 
 @dataclass
 class Timed:
-    """Seconds of prompts by server, and how far the logprobs of the two answers to each prompt are apart."""
+    """Wall and CPU seconds of prompts by server, and how far the logprobs of two answers to a prompt are apart."""
 
     seconds: dict[str, list[float]]
+    cpu_seconds: dict[str, list[float]]
     differences: list[float]
 
 
@@ -145,23 +158,26 @@ def in_turn(at: Mapping[str, Endpoint], prompts: Sequence[Sequence[int]], cached
     Raises:
         RuntimeError: a server found another number of cached tokens.
     """
-    timed = Timed({name: [] for name in at}, [])
+    timed = Timed({name: [] for name in at}, {name: [] for name in at}, [])
     for turn, prompt in enumerate(prompts):
         logprobs = []
         for name in sorted(at, reverse=bool(turn % 2)):
+            before = at[name].cpu_seconds()
             seconds, meta = at[name].generate(prompt, room, NOWHERE)
+            cpu_seconds = at[name].cpu_seconds() - before
             room += 1
             if meta["cached_tokens"] != cached:
                 raise RuntimeError(f"{name}: {meta['cached_tokens']} tokens were cached, not {cached}")
             logprobs.append(meta["output_token_logprobs"][0][0])
             if turn:  # the first one pays for what is made on first use
                 timed.seconds[name].append(seconds)
+                timed.cpu_seconds[name].append(cpu_seconds)
         timed.differences.append(abs(logprobs[0] - logprobs[1]))
     return timed
 
 
 def measure(cp_size: int = 2, prefix: int = 4096, chunk: int = 256, cold: int = 1024, times: int = 9) -> Measured:
-    """Rows of the two ratios, and whether both servers answer alike.
+    """Rows of the ratios, and whether both servers answer alike.
 
     Args:
         cp_size: prefill ranks of both servers.
@@ -191,9 +207,10 @@ def measure(cp_size: int = 2, prefix: int = 4096, chunk: int = 256, cold: int = 
             }
     measured = Measured()
     for text, of in timed.items():
-        shared, stock = (statistics.median(of.seconds[name]) for name in ("shared", "stock"))
-        how = f"CP {cp_size}, real servers in turn, median of {times}; stock takes {stock * 1000:.0f} ms"
-        measured.rows.append(Row(f"prefill time, shared / stock, {text}", shared / stock, "ratio", how))
+        for kind, seconds in (("CPU", of.cpu_seconds), ("wall", of.seconds)):
+            shared, stock = (statistics.median(seconds[name]) for name in ("shared", "stock"))
+            how = f"CP {cp_size}, real servers in turn, median of {times}; stock takes {stock * 1000:.0f} ms"
+            measured.rows.append(Row(f"prefill {kind} time, shared / stock, {text}", shared / stock, "ratio", how))
     apart = [difference for of in timed.values() for difference in of.differences]
     how = f"of {len(apart)} first tokens, shared beside stock"
     measured.rows.append(Row("greatest difference of a logprob", max(apart), "nat", how, 0.0, "exactly"))

@@ -34,11 +34,13 @@ def measure() -> Measured:
                 )
                 outside.append(all_more - in_layers)
             waits = [sum(ours["waits"].values()) - sum(theirs["waits"].values()) for ours, theirs in forwards]
+            reads = max(ours["host_page_reads"] for ours, _ in forwards)
             case = f"CP {cp_size}, {kv}, {name}"
             how = f"most of {len(forwards)} forwards"
             rows += [
                 Row(f"launches a layer more than stock, {case}", max(layers), "launches", how, LAUNCHES_A_LAYER),
                 Row(f"launches a forward outside layers more than stock, {case}", max(outside), "launches", how),
                 Row(f"waits a forward more than stock, {case}", max(waits), "waits", how, 0),
+                Row(f"reads of page ids from the device before it, {case}", reads, "waits", "in all, so far", 0),
             ]
     return Measured(rows)

@@ -10,7 +10,7 @@ from .processes import sglang_process
 from .rows import Curve, Measured, Row
 
 #: Pages of the request, the chunks that prefill sends it in, and logical pages of the prefill side.
-PAGES, CHUNKS, POOL = 48, 3, 192
+PAGES, CHUNKS, POOL = 50, 3, 192
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,12 @@ class Server:
     _process: subprocess.Popen[bytes] | None = None
     _file: IO[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        """The process's number, once it is started."""
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         """Start the process; it leads a process group, so that Ctrl-C reaches only the demo."""
         self._file = self.log.open("wb")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ from cp_shared_kv.plan import Surplus
 
 #: torch 2.13 renames the call and warns about the old name.
 _all_gather_call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-#: Shares up to so many pages travel in one call for all stores. On gloo one call then takes 0.5 to 0.9 of the time of
-#: two, and no less for larger ones (benchmarks/gather.py); on NCCL it is one launch.
-ONE_CALL_UP_TO = 64
+#: On gloo, shares up to so many pages travel in one call for all stores, which takes 0.5 to 0.9 of the time of two; for
+#: larger ones it takes no less (benchmarks/gather.py). On NCCL one call is one launch, whatever the share.
+GLOO_ONE_CALL_UP_TO = 64
 
 
 def _all_gather(outputs: Sequence[torch.Tensor], owns: Sequence[torch.Tensor], group: Any) -> None:
@@ -59,15 +60,18 @@ def page_rows(buffer: torch.Tensor, pages: int) -> torch.Tensor:
     return raw.view(torch.int64) if raw.shape[1] % 8 == 0 else raw
 
 
-def own_communicator(group: Any) -> dist.ProcessGroup:
+def own_communicator(group: Any, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A process group of its own with the ranks of a group coordinator; made by each of them.
 
     Gathers that run beside a layer must not share a communicator with the layer's own collective calls: those of one
     communicator run one after another.
+
+    Args:
+        group: SGLang's group coordinator.
+        timeout: of a collective call; torch's by default.
     """
-    return dist.new_group(
-        list(group.ranks), backend=dist.get_backend(group.device_group), use_local_synchronization=True
-    )
+    backend = dist.get_backend(group.device_group)
+    return dist.new_group(list(group.ranks), timeout, backend, use_local_synchronization=True)
 
 
 class PageGather:
@@ -100,7 +104,8 @@ class PageGather:
         if share:
             outputs = [workspace[: self.size * share] for workspace in workspaces]
             owns = [workspace[self.rank * share : (self.rank + 1) * share] for workspace in workspaces]
-            at_once = len(workspaces) if share <= ONE_CALL_UP_TO else 1
+            apart = share > GLOO_ONE_CALL_UP_TO and dist.get_backend(self.process_group) == "gloo"
+            at_once = 1 if apart else len(workspaces)
             for first in range(0, len(workspaces), at_once):
                 _all_gather(outputs[first : first + at_once], owns[first : first + at_once], self.process_group)
             received += (self.size - 1) * share

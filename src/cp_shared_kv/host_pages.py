@@ -71,7 +71,9 @@ class HostPages:
     """Pages of the requests of the latest batch."""
 
     def __init__(self) -> None:
-        self._batch: dict[str, Pages] = {}
+        self._rids: list[str] = []
+        #: Pages of each request of the latest batch.
+        self.latest: list[Pages] = []
 
     def prefix_pages(self, req: Any, page_size: int) -> Pages:
         """Pages that hold the tokens which a request already has, before its next chunk is allocated.
@@ -93,23 +95,20 @@ class HostPages:
 
     def note_batch(self, reqs: Sequence[Any], prefixes: Sequence[Pages], drawn: Sequence[Pages]) -> None:
         """Note what the requests of a batch have now: their prefixes and the pages that were drawn for their chunks."""
-        self._batch = {}
-        for req, prefix, new in zip(reqs, prefixes, drawn, strict=True):
-            pages = np.concatenate([prefix, new])
+        self._rids = [req.rid for req in reqs]
+        self.latest = [np.concatenate(parts) for parts in zip(prefixes, drawn, strict=True)]
+        for req, pages in zip(reqs, self.latest, strict=True):
             setattr(req, _PAGES, pages)
-            self._batch[req.rid] = pages
 
-    def of_batch(self, rids: Sequence[str] | None, pages: Sequence[int]) -> list[Pages] | None:
+    def of_batch(self, rids: Sequence[str] | None, counts: Sequence[int]) -> list[Pages] | None:
         """Pages of each request of a batch, or None where the batch is not the one that was noted.
 
         Args:
             rids: names of the requests.
-            pages: how many pages each has.
+            counts: how many pages each has.
         """
-        if rids is None or len(rids) != len(pages):
-            return None
-        noted = [self._batch.get(rid, _NONE) for rid in rids]
-        return noted if [len(part) for part in noted] == list(pages) else None
+        is_noted = list(rids or ()) == self._rids and [len(pages) for pages in self.latest] == list(counts)
+        return self.latest if is_noted else None
 
 
 def note_inserted(req: Any, first_new_node: int, page_size: int) -> None:
@@ -130,7 +129,7 @@ def note_inserted(req: Any, first_new_node: int, page_size: int) -> None:
     for node in nodes:
         end = start + len(node.value) // page_size
         if node.id >= first_new_node and _PAGES not in node.__dict__:
-            setattr(node, _PAGES, noted[start:end])
+            setattr(node, _PAGES, noted[start:end].copy())  # a view would keep the pages of the whole request
         start = end
     setattr(req, _PAGES, np.concatenate([_path_pages(nodes, page_size), noted[start:]]))
 
@@ -145,20 +144,14 @@ def note_split(pages: Pages | None, front: Any, back: Any, page_size: int) -> No
     """
     cut = len(front.value) // page_size
     # None says that nobody knows, so that a split node is not taken for an inserted one.
-    setattr(front, _PAGES, None if pages is None else pages[:cut])
-    setattr(back, _PAGES, None if pages is None else pages[cut:])
+    setattr(front, _PAGES, None if pages is None else pages[:cut].copy())
+    setattr(back, _PAGES, None if pages is None else pages[cut:].copy())
 
 
 def noted_pages(holder: Any) -> Pages | None:
     """What is noted of a request or a tree node."""
     pages: Pages | None = getattr(holder, _PAGES, None)
     return pages
-
-
-def forget_pages(req: Any) -> None:
-    """Note nothing of a request any more."""
-    if _PAGES in req.__dict__:
-        delattr(req, _PAGES)
 
 
 class HostPagesError(RuntimeError):
@@ -168,7 +161,8 @@ class HostPagesError(RuntimeError):
 class PageCheck:
     """Compares noted pages with ``req_to_token`` on the device, and reads the outcome once it is there.
 
-    The host never waits: a difference stops the server at the first forward that begins after the outcome has come.
+    The host never waits. The comparison is queued when a batch has got its pages, before its forward; the outcome is
+    looked at before the next batch, and before anything of the request is sent, when its forward has ended.
 
     Args:
         page_size: tokens per page.
@@ -181,14 +175,18 @@ class PageCheck:
         self._pin = torch.device(device).type == "cuda"
         self._outcomes: deque[tuple[Any, torch.Tensor]] = deque()
 
-    def compare(self, first_slots: torch.Tensor, noted: torch.Tensor) -> None:
-        """Begin a comparison.
+    def compare(self, first_slots: torch.Tensor, noted: Sequence[Pages]) -> None:
+        """Begin a comparison, on the current stream.
 
         Args:
             first_slots: first slot of each page, from ``req_to_token``, ``(batch, pages)``.
-            noted: pages noted, same shape and device; -1 where there is none.
+            noted: pages of each request; what the rows hold beyond them is not looked at.
         """
-        differs = ((first_slots // self._page_size != noted) & (noted >= 0)).any()
+        table = np.full(first_slots.shape, -1, dtype=np.int64)
+        for row, pages in zip(table, noted, strict=True):
+            row[: len(pages)] = pages
+        expected = to_device(table, first_slots.device)
+        differs = ((first_slots // self._page_size != expected) & (expected >= 0)).any()
         outcome = torch.empty((), dtype=torch.bool, pin_memory=self._pin)
         outcome.copy_(differs, non_blocking=True)
         event = self._streams.Event()
@@ -204,7 +202,7 @@ class PageCheck:
         while self._outcomes and self._outcomes[0][0].query():
             if self._outcomes.popleft()[1].item():
                 raise HostPagesError(
-                    "CP shared KV: the pages that the host noted for a request are not those in req_to_token, so an "
-                    "earlier forward read wrong pages and the server stops. This is a defect of the plugin or an "
-                    "unsupported feature of the server; please report it"
+                    "CP shared KV: the pages that the host noted for a request are not those in req_to_token, so its "
+                    "forward read wrong pages and the server stops. This is a defect of the plugin or an unsupported "
+                    "feature of the server; please report it"
                 )

@@ -38,12 +38,15 @@ class Target:
         qualname: function, or class and method, such as ``ServerArgs.check_server_args``.
         parameters: parameter names in order; ``*``/``**`` mark variadic ones.
         fingerprint: first 16 hex digits of the SHA-256 of the function's source (see :func:`fingerprint`).
+        source_only: compare its source alone: a kernel is an object of Triton's, and a platform without Triton stands
+            in for it.
     """
 
     module: str
     qualname: str
     parameters: tuple[str, ...]
     fingerprint: str
+    source_only: bool = False
 
     @property
     def path(self) -> str:

@@ -95,6 +95,12 @@ class Waits(TorchFunctionMode):
                 self._device.add(made.untyped_storage().data_ptr())
 
 
+def _host_page_reads() -> int:
+    """Times that the product has waited for page ids, in this process so far."""
+    metrics = sys.modules.get("cp_shared_kv.metrics")
+    return metrics.COUNTERS.host_page_reads if metrics else 0
+
+
 class Probe:
     """Counts every forward with requests of one rank's model runner."""
 
@@ -124,12 +130,13 @@ class Probe:
         for name, modules in _KERNELS.items():
             for module in filter(None, map(sys.modules.get, modules)):
                 setattr(module, name, self._as_one(name, getattr(module, name)))
-        for module in filter(None, map(sys.modules.get, ("cp_shared_kv.pool", "cp_shared_kv.patches.attention"))):
+        for module in filter(None, map(sys.modules.get, ("cp_shared_kv.pool", "cp_shared_kv.host_pages"))):
             module.to_device = self._noted(module.to_device)  # type: ignore[attr-defined]
 
     def _noted(self, upload: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def noted(*args: Any) -> torch.Tensor:
             made = upload(*args)
+            self._total["to_device"] += 1  # nothing on a CPU, a copy on a GPU
             if self._mode is not None:
                 self._mode.note(made)
             return made
@@ -180,6 +187,7 @@ class Probe:
                 "tokens": tokens,
                 "operations": dict(self._total),
                 "waits": dict(self._waits),
+                "host_page_reads": _host_page_reads(),
                 "layers": [{kind: dict(counts) for kind, counts in layer.items()} for layer in self._layers],
             }
         )

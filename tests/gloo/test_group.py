@@ -46,7 +46,12 @@ def test_a_workspace_that_does_not_fit_stops_the_launch_and_says_what_to_change(
             assert f"needs {workspace} but only 1000000 bytes" in text
             assert "--mem-fraction-static" in text
             assert "--context-length" in text
-            assert "CP_SHARED_KV_PREFETCH=0" in text
+            assert ("CP_SHARED_KV_PREFETCH=0" in text) == (layers == 2)
+
+
+def test_the_gathers_own_communicator_waits_as_long_as_the_servers_others() -> None:
+    assert call("communicator_timeout", 2, seconds=4321.0) == [4321.0] * 2
+    assert call("communicator_timeout", 2, seconds=None)[0] > 60
 
 
 SAME = [[1, 2, 3], [4, 5], [6]]

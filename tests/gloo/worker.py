@@ -297,7 +297,7 @@ def build_pools(rank: int, size: int, broken_rank: int | None) -> tuple[str | No
         is_draft_worker=False,
         page_size=PAGE,
         max_total_num_tokens=3 * PAGE,
-        server_args=SimpleNamespace(attn_cp_size=size),
+        server_args=SimpleNamespace(attn_cp_size=size, dist_timeout=None),
         model_config=SimpleNamespace(context_len=300),
         kv_cache_dtype=torch.bfloat16,
     )
@@ -313,6 +313,18 @@ def build_pools(rank: int, size: int, broken_rank: int | None) -> tuple[str | No
     except RuntimeError as error:
         return str(error), runner.max_total_num_tokens
     return None, runner.max_total_num_tokens
+
+
+def communicator_timeout(rank: int, size: int, seconds: float | None) -> float:
+    """Seconds after which a collective call of the gather's own communicator is given up."""
+    from datetime import timedelta
+
+    import torch
+
+    from cp_shared_kv.collectives import own_communicator
+
+    group = own_communicator(group_of(rank, size), seconds and timedelta(seconds=seconds))
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def agreement(rank: int, size: int, figures: list[int]) -> str | None:
@@ -342,7 +354,7 @@ def charge(rank: int, size: int, available: int, dtype: str, context_len: int, p
     runner = SimpleNamespace(
         device="cpu",
         page_size=PAGE,
-        server_args=SimpleNamespace(attn_cp_size=size),
+        server_args=SimpleNamespace(attn_cp_size=size, dist_timeout=None),
         model_config=SimpleNamespace(context_len=context_len, hf_config=hf_config),
         kv_cache_dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
         calculate_mla_kv_cache_dim=lambda: 656 if fp8 else 576,

@@ -34,6 +34,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
 from cp_shared_kv.collectives import page_rows
+from cp_shared_kv.host_pages import PageCheck
 from cp_shared_kv.kernels import copy_pages
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.patches import page_ids
@@ -181,6 +182,7 @@ class Rank:
             cp_size=size,
             cp_rank=rank,
         )
+        self.pool.page_check = PageCheck(PAGE, "cpu")
         self.table = ReqToTokenPool(requests, longest + PAGE, "cpu", enable_memory_saver=False)
         self.tree = RadixCache(
             CacheInitParams(
@@ -269,6 +271,7 @@ class Rank:
         if last:
             req.output_ids.append(0)
         maybe_cache_unfinished_req(req, self.tree, chunked=not last)
+        self.pool.page_check.raise_if_different()
         SchedulerDisaggregationPrefillMixin.send_kv_chunk(self.scheduler, req, last_chunk=last)
 
     def release(self, name: str, insert: bool) -> None:

@@ -303,7 +303,7 @@ MUTANTS = (
     Mutant(
         "a node that was split keeps all its pages",
         "host_pages.py",
-        "None if pages is None else pages[cut:])",
+        "None if pages is None else pages[cut:].copy())",
         "pages)",
         unit("host_pages"),
     ),

@@ -20,8 +20,9 @@ import pytest
 import torch
 
 from cp_shared_kv import host_pages
-from cp_shared_kv.host_pages import HostPages, HostPagesError, PageCheck, noted_pages
+from cp_shared_kv.host_pages import HostPages, HostPagesError, PageCheck, Pages, noted_pages
 from cp_shared_kv.metrics import COUNTERS
+from cp_shared_kv.patches import page_ids
 from cp_shared_kv_cpu import launch
 
 PAGE = 4
@@ -100,7 +101,7 @@ class Scheduler:
             page_size=PAGE,
             dtype=torch.bfloat16,
             device="cpu",
-            kvcache=SimpleNamespace(host_pages=self.host_pages),
+            kvcache=SimpleNamespace(host_pages=self.host_pages, page_check=PageCheck(PAGE, "cpu")),
             need_sort=self.rng.random() < 0.5,
             cp_size=2,
             cp_rank=0,
@@ -492,16 +493,17 @@ class TestOfBatch:
         pages.note_batch(reqs, [np.array([7, 3]), np.array([], dtype=np.int64)], [np.array([9]), np.array([4, 5])])
         return pages
 
-    def test_are_prefix_and_drawn_pages_in_the_order_of_the_names(self):
-        found = self.noted().of_batch(["b", "a"], [2, 3])
+    def test_are_prefix_and_drawn_pages_in_the_order_of_the_batch(self):
+        found = self.noted().of_batch(["a", "b"], [3, 2])
         assert found is not None
-        assert [pages.tolist() for pages in found] == [[4, 5], [7, 3, 9]]
+        assert [pages.tolist() for pages in found] == [[7, 3, 9], [4, 5]]
 
     @pytest.mark.parametrize(
         ("rids", "pages"),
         [
             (None, [3, 2]),
             (["a"], [3, 2]),
+            (["b", "a"], [2, 3]),
             (["a", "c"], [3, 2]),
             (["a", "b"], [3, 3]),
             (["a", "b"], [2, 2]),
@@ -549,19 +551,34 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 SLOTS = torch.tensor([[3, 1, 5], [2, 0, 0]], dtype=torch.int32) * PAGE
 
 
+def pages_of(*requests: list[int]) -> list[Pages]:
+    return [np.array(pages, dtype=np.int64) for pages in requests]
+
+
 class TestPageCheck:
-    def test_equal_pages_and_padding_are_no_difference(self, events: list[Event]):
+    def test_nothing_of_a_request_with_wrong_pages_is_sent(self):
         check = PageCheck(PAGE, "cpu")
-        check.compare(SLOTS, torch.tensor([[3, 1, 5], [2, -1, -1]]))
-        check.compare(SLOTS[:0], torch.empty((0, 3), dtype=torch.int64))
+        allocator = SimpleNamespace(get_kvcache=lambda: SimpleNamespace(page_check=check))
+        scheduler, sent = SimpleNamespace(token_to_kv_pool_allocator=allocator), []
+        check.compare(SLOTS, pages_of([3, 1, 5], [2]))
+        page_ids._send_kv_chunk(lambda req: sent.append(req), scheduler, ("a",), {})
+        check.compare(SLOTS, pages_of([3, 1, 4], [2]))
+        with pytest.raises(HostPagesError):
+            page_ids._send_kv_chunk(lambda req: sent.append(req), scheduler, ("b",), {})
+        assert sent == ["a"]
+
+    def test_equal_pages_and_what_lies_beyond_them_are_no_difference(self, events: list[Event]):
+        check = PageCheck(PAGE, "cpu")
+        check.compare(SLOTS, pages_of([3, 1, 5], [2]))
+        check.compare(SLOTS[:0], [])
         for event in events:
             event.is_done = True
         check.raise_if_different()
 
     @pytest.mark.parametrize("place", [(0, 0), (0, 2), (1, 0)])
     def test_a_difference_is_raised_at_the_next_look(self, events: list[Event], place: tuple[int, int]):
-        noted = torch.tensor([[3, 1, 5], [2, -1, -1]])
-        noted[place] += 1
+        noted = pages_of([3, 1, 5], [2])
+        noted[place[0]][place[1]] += 1
         check = PageCheck(PAGE, "cpu")
         check.compare(SLOTS, noted)
         events[0].is_done = True
@@ -570,8 +587,8 @@ class TestPageCheck:
 
     def test_what_has_not_come_yet_is_not_waited_for_and_raised_once_it_has(self, events: list[Event]):
         check = PageCheck(PAGE, "cpu")
-        for noted in ([[3, 1, 5], [2, -1, -1]], [[3, 1, 4], [2, -1, -1]]):
-            check.compare(SLOTS, torch.tensor(noted))
+        for noted in (pages_of([3, 1, 5], [2]), pages_of([3, 1, 4], [2])):
+            check.compare(SLOTS, noted)
         check.raise_if_different()
         events[0].is_done = True
         check.raise_if_different()
@@ -581,7 +598,7 @@ class TestPageCheck:
 
     def test_an_outcome_is_looked_at_once(self, events: list[Event]):
         check = PageCheck(PAGE, "cpu")
-        check.compare(SLOTS, torch.tensor([[3, 1, 4], [2, -1, -1]]))
+        check.compare(SLOTS, pages_of([3, 1, 4], [2]))
         events[0].is_done = True
         with pytest.raises(HostPagesError):
             check.raise_if_different()
@@ -589,6 +606,6 @@ class TestPageCheck:
 
     def test_on_a_cpu_a_difference_is_raised_at_the_next_look(self):
         check = PageCheck(PAGE, "cpu")
-        check.compare(SLOTS, torch.tensor([[3, 1, 4], [2, -1, -1]]))
+        check.compare(SLOTS, pages_of([3, 1, 4], [2]))
         with pytest.raises(HostPagesError):
             check.raise_if_different()

@@ -114,7 +114,7 @@ def classes(path: Path) -> dict[str, tuple[list[str], set[str]]]:
 def test_a_seam_is_an_override_exactly_where_a_class_of_ours_overrides_it(group: str, seam: str) -> None:
     source = SourceTree.installed()
     target = release_for(source.version).targets[seam]
-    stock_class, method = target.qualname.split(".")
+    stock_class, _, method = target.qualname.rpartition(".")
     stock = classes(source.file_of(target.module))
 
     def descends(bases: list[str]) -> bool:

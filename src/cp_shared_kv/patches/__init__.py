@@ -278,7 +278,7 @@ class PatchSet:
         wrapped = {patch.seam for patch in self.patches}
         problems = []
         for seam, target in self.targets.items():
-            if seam in resolution.definitions and _fully_imported(target.module):
+            if seam in resolution.definitions and not target.source_only and _fully_imported(target.module):
                 check = self._live_problem if seam in wrapped else self._replaced
                 problems.append(check(seam, resolution))
         return [problem for problem in problems if problem is not None] + self._replace_hooks()
@@ -390,7 +390,8 @@ class PatchSet:
         for target in self.targets.values():
             importlib.import_module(target.module)
         assert self.resolution is not None
-        problems = [problem for seam in self.targets if (problem := self._replaced(seam, self.resolution))]
+        live = [seam for seam, target in self.targets.items() if not target.source_only]
+        problems = [problem for seam in live if (problem := self._replaced(seam, self.resolution))]
         problems += self._replace_hooks()
         for patch in self.patches:
             target = self.targets[patch.seam]

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_shared_kv.host_pages import Pages, read_pages, to_device
+from cp_shared_kv.host_pages import Pages, read_pages
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.plan import ForwardPlan, build_inert_plan, build_plan, ceil_div
 
@@ -45,20 +45,14 @@ def _plan(pool: Any, forward_batch: Any) -> ForwardPlan:
 def _pages(pool: Any, forward_batch: Any, seq_lens: list[int]) -> list[Pages]:
     """Logical pages of each request."""
     counts = [ceil_div(length, pool.page_size) for length in seq_lens]
+    noted: list[Pages] | None = pool.host_pages.of_batch(forward_batch.rids, counts)
+    if noted is not None:
+        return noted
     first_slots = forward_batch.req_to_token_pool.req_to_token[
         forward_batch.req_pool_indices, : max(seq_lens) : pool.page_size
     ]
-    noted = pool.host_pages.of_batch(forward_batch.rids, counts)
-    if noted is None:
-        rows = read_pages(first_slots, pool.page_size)
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
-    if pool.page_check is not None:
-        pool.page_check.raise_if_different()
-        table = np.full(first_slots.shape, -1, dtype=np.int64)
-        for row, pages in zip(table, noted, strict=True):
-            row[: len(pages)] = pages
-        pool.page_check.compare(first_slots, to_device(table, pool.device))
-    return noted
+    rows = read_pages(first_slots, pool.page_size)
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def _init_forward_metadata(

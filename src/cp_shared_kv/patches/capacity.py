@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,7 +55,10 @@ def _gather_of(runner: Any) -> PageGather:
     gather: PageGather | None = getattr(runner, _GATHER, None)
     if gather is None:
         group = get_attn_cp_group()
-        gather = PageGather(group, own_communicator(group) if prefetch_wanted() else None)
+        _agree(group, {"prefetch": prefetch_wanted()})  # or one rank would wait for a communicator that no other makes
+        timeout = runner.server_args.dist_timeout
+        own = own_communicator(group, timeout and timedelta(seconds=timeout)) if prefetch_wanted() else None
+        gather = PageGather(group, own)
         gather.self_check(runner.device)
         setattr(runner, _GATHER, gather)
     return gather
@@ -70,7 +74,8 @@ def _profile_available_bytes(
         raise CapacityError(
             f"CP shared KV needs {charge} bytes for its workspace ({workspace_count(prefetch_wanted())} layers of one "
             f"context of {instance.model_config.context_len} tokens) but only {available} bytes are left for the KV "
-            f"cache: raise --mem-fraction-static, lower --context-length, or do without prefetch ({PREFETCH_ENV}=0)"
+            "cache: raise --mem-fraction-static or lower --context-length"
+            + (f", or do without prefetch ({PREFETCH_ENV}=0)" if prefetch_wanted() else "")
         )
     return available - charge
 
@@ -87,7 +92,7 @@ def _agree(group: Any, mine: dict[str, Any]) -> None:
         figures = "\n".join(f"  - attention-CP rank {rank}: {figures}" for rank, figures in enumerate(said))
         raise CapacityError(
             f"the attention-CP ranks disagree about the KV capacity, so a page would lie in two places:\n{figures}\n"
-            "give every rank the same memory and arguments, or set --max-total-tokens"
+            "give every rank the same memory, arguments and environment, or set --max-total-tokens"
         )
 
 
@@ -114,7 +119,6 @@ def _init_pools(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...
             "kv_cache_dtype": str(runner.kv_cache_dtype),
             "plugin": __version__,
             "check_every": check_every(),
-            "prefetch": prefetch_wanted(),
         },
     )
     result = wrapped(*args, **kwargs)
@@ -182,6 +186,8 @@ GROUP = PatchGroup(
         "allocator.alloc_decode",
         "allocator.free",
         "allocator.clear",
+        "allocator.alloc_extend_kernel",
+        "allocator.alloc_decode_kernel",
         "allocator.free_group_begin",
         "allocator.free_group_end",
         "allocator.available_size",

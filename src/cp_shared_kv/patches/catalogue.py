@@ -67,12 +67,15 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
     "page_ids": {
         "chunk_cache.cache_unfinished_req": _relies("leaves a request's pages as they are"),
         "radix_cache.insert_helper": _relies("gives a new node the slots of the request that is inserted"),
+        "radix_cache.tree_node_init": _relies("numbers nodes, which tells new ones, and takes further attributes"),
         "radix_cache.match_prefix_helper": _relies("returns the slots of the nodes down to the last one, in order"),
     },
     "capacity": {
         "allocator.alloc": _override(_BALANCED),
         "allocator.alloc_decode": _override(_BALANCED),
+        "allocator.alloc_decode_kernel": _relies("lays drawn pages out as slots"),
         "allocator.alloc_extend": _override(_BALANCED),
+        "allocator.alloc_extend_kernel": _relies("lays drawn pages out as slots"),
         "allocator.available_size": _override(_ON_HOST),
         "allocator.backup_state": _override(_ON_HOST),
         "allocator.clear": _override(_ON_HOST),
