@@ -5,7 +5,7 @@ it drew is known; the rest is followed through the radix cache: each tree node c
 it by the request that inserted it and divided with it when it is split. Where the pages of a node are not known, they
 are read from the device once (:attr:`~cp_shared_kv.metrics.Counters.host_page_reads`) and then kept.
 
-What is noted here is compared on the device with ``req_to_token`` while the forward runs; see :class:`PageCheck`.
+What is noted here is compared with ``req_to_token`` on the device before each forward; see :class:`PageCheck`.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def run(
     workspace: int = WORKSPACE,
     breaks: str | None = None,
     prefetch: bool = True,
+    apart: bool = False,
 ) -> list[Any]:
     return call(
         "run_forwards",
@@ -61,6 +62,7 @@ def run(
         forwards=FORWARDS[name],
         breaks=breaks,
         prefetch=prefetch,
+        apart=apart,
     )
 
 
@@ -74,6 +76,13 @@ def test_reads_and_persistent_bytes_equal_an_unsharded_pool(name: str, size: int
         assert seen["pages"] == 2 * LAYERS * LOGICAL_PAGES // size
         assert seen["wrong_pages"] == 0
         assert seen["outside"] == 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_stores_that_are_gathered_by_a_call_each_equal_an_unsharded_pool(size: int) -> None:
+    for seen in run("partial-page prefix", size, apart=True):
+        assert seen["wrong"] == 0
+        assert seen["wrong_pages"] == 0
 
 
 @pytest.mark.parametrize("size", [2, 4])

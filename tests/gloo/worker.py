@@ -82,6 +82,7 @@ def run_forwards(
     forwards: list[list[Chunk]],
     breaks: str | None,
     prefetch: bool = True,
+    apart: bool = False,
 ) -> dict[str, Any]:
     """Run forwards on the shared pool and, with the same rows, on an unsharded stock pool; compare everything.
 
@@ -90,6 +91,7 @@ def run_forwards(
         forwards: chunks of each forward.
         breaks: mechanism to break: ``kv``, ``index`` or ``boundary``; or None.
         prefetch: whether the next layer is fetched ahead, over a communicator of its own.
+        apart: whether the stores are gathered by a call each, as large shares are on gloo.
 
     Returns:
         ``reads``: comparisons of read data made and ``wrong`` of them; ``pages`` of the persistent pools compared and
@@ -97,6 +99,7 @@ def run_forwards(
     """
     import torch
 
+    import cp_shared_kv.collectives as collectives
     import cp_shared_kv.plan as plan_module
     from cp_shared_kv.collectives import PageGather, own_communicator
     from cp_shared_kv.layout import CpSharedKVLayout
@@ -104,6 +107,8 @@ def run_forwards(
     from cp_shared_kv.pool import CPSharedNSATokenToKVPool
 
     layout = CpSharedKVLayout(PAGE, size, rank)
+    if apart:
+        collectives.GLOO_ONE_CALL_UP_TO = 0
     group = group_of(rank, size)
     gather = PageGather(group, own_communicator(group) if prefetch else None)
     gather.self_check("cpu")

@@ -13,7 +13,7 @@ from pathlib import Path
 from .mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
-COPIED = ("src", "tests", "docs", "examples", "pyproject.toml", "setup.cfg", "README.md", "Makefile")
+COPIED = ("src", "tests", "benchmarks", "docs", "examples", "pyproject.toml", "setup.cfg", "README.md", "Makefile")
 LIMIT_S = 900
 #: pytest's exit status where tests ran and some failed; any other is no verdict.
 TESTS_FAILED = 1
