@@ -67,13 +67,13 @@ $(STAMPS)/project: $(STAMPS)/sglang setup.cfg pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-demo: setup ## stock SGLang beside CP shared KV on real servers; CP=4 for four ranks (about 3 minutes)
+demo: setup ## stock SGLang beside CP shared KV on real servers; CP=4 for four ranks (about 2 minutes)
 	@$(BIN)/python examples/pd_on_cpu.py --cp $(CP) $(DEMO_FLAGS)
 
 test: setup ## all tests, real servers included
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
-test-fast: setup ## the tests that start no ranks and no servers (about 3 minutes)
+test-fast: setup ## the tests that start no ranks and no servers (about 4 minutes)
 	@$(BIN)/python -m pytest -m "not e2e and not pd and not gloo and not slow" $(PYTEST_FLAGS)
 
 mutants: setup ## break the product in small ways and see a test fail (about half an hour); MUTANTS="word ..." for some

@@ -99,11 +99,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="?",
         const="",
         metavar="FILE",
-        help="also write docs/benchmarks.md and its pictures; from FILE, the results of an earlier run, if it is given",
+        help="also write docs/benchmarks.md, its pictures and benchmarks/published.json; from FILE, the results of an "
+        "earlier run, if it is given; not with --only",
     )
     options = parser.parse_args(arguments)
     if options.docs is not None and options.only:
         parser.error("--docs needs all sections, so it does not go with --only")
+    if options.docs and not Path(options.docs).is_file():
+        parser.error(f"--docs: there is no file {options.docs}")
     return options
 
 

@@ -41,6 +41,6 @@ def measure() -> Measured:
                 Row(f"launches a layer more than stock, {case}", max(layers), "launches", how, LAUNCHES_A_LAYER),
                 Row(f"launches a forward outside layers more than stock, {case}", max(outside), "launches", how),
                 Row(f"waits a forward more than stock, {case}", max(waits), "waits", how, 0),
-                Row(f"reads of page ids from the device before it, {case}", reads, "waits", "in all, so far", 0),
+                Row(f"reads of page ids from the device before a forward, {case}", reads, "waits", "in all, so far", 0),
             ]
     return Measured(rows)

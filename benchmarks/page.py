@@ -26,8 +26,8 @@ TEXTS: dict[str, tuple[str, str]] = {
     "capacity": (
         "Capacity",
         """\
-How many times the tokens of stock a group of N ranks can keep: N, less what the workspace costs, which is one layer of
-one context for each of its buffers. (SGLang's cell size takes an fp8 token for 576 bytes of KV a layer where its pool
+How many times the tokens of stock a group of N ranks can keep: N, less the workspace: two layers of one context,
+one with `CP_SHARED_KV_PREFETCH=0`. (SGLang's cell size takes an fp8 token for 576 bytes of KV a layer where its pool
 stores 656, so a pool of fp8 KV takes more than its budget, stock or shared.)""",
     ),
     "gather": (

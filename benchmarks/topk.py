@@ -205,7 +205,7 @@ SYNTHETIC: dict[str, Draw] = {
     "uniform": draw_shared,
     **{f"independent runs of {run}": partial(draw_shared, run=run) for run in (4, 16, 64)},
     **{f"Zipf pages, exponent {s}": partial(draw_zipf, exponent=s) for s in (0.5, 1.0, 2.0)},
-    **{f"sink, recent, {u:.0%} uniform": partial(draw_recent, share=u) for u in (0.5, 0.05, 0.005)},
+    **{f"sink, recent, {100 * u:g}% uniform": partial(draw_recent, share=u) for u in (0.5, 0.05, 0.005)},
     **{
         f"{share:.1%} shared, runs of {run}": partial(draw_shared, share=share, run=run)
         for share, run in ((0.9, 1), (0.95, 1), (0.99, 1), (0.95, 16), (0.5, 64))

@@ -42,8 +42,8 @@ flags=(
     # Whole pages, so that a request's chunk never ends inside a page. A chunk is split over the 8 ranks.
     --chunked-prefill-size 16384
 
-    # Weights and KV pool. What is left holds activations and DeepEP's buffers; the plugin's workspace (one layer of one
-    # context) is charged to the pool.
+    # Weights and KV pool. What is left holds activations and DeepEP's buffers; the plugin's workspace (two layers of one
+    # context; one with CP_SHARED_KV_PREFETCH=0) is charged to the pool.
     --mem-fraction-static 0.8
     # in-seq-split prefills one request at a time; more only fill the queue and its per-request tables.
     --max-running-requests 32

@@ -140,7 +140,10 @@ class Demo:
         (work / "tmp").mkdir()
 
     def environment(self, ranks: int, *, shared: bool, plugin: bool = False) -> dict[str, str]:
-        """Whole environment of a server; settings of the caller's shell for SGLang, Mooncake or the plugin stay out."""
+        """Whole environment of a server; settings of the caller's shell for SGLang, Mooncake or the plugin stay out.
+
+        But for the switch of prefetch, which may be tried.
+        """
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("SGLANG_", "CP_SHARED_KV", "MC_"))}
         return {
             **inherited,
@@ -148,6 +151,7 @@ class Demo:
             # Both sides must agree. Stock 0.5.12 loses pages when all ranks send, so there only rank 0 does.
             "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1" if shared else "0",
             "CP_SHARED_KV_LOG_LEVEL": "debug" if plugin else "",
+            "CP_SHARED_KV_PREFETCH": os.environ.get("CP_SHARED_KV_PREFETCH", ""),
             "PYTHONUNBUFFERED": "1",
             "TMPDIR": str(self.work / "tmp"),
             "NO_PROXY": HOST,
@@ -201,7 +205,7 @@ class Demo:
         result = Pass(name, ranks, seconds_to_start=at.seconds_to_start)
         info = requests.get(prefill.health.replace("/health", "/server_info"), timeout=60).json()
         result.capacity_tokens = info["max_total_num_tokens"]
-        result.pool_tokens, result.workspace_bytes = pool_figures(prefill.log)
+        result.pool_tokens, result.workspace_bytes, result.workspace_layers = pool_figures(prefill.log)
         begin = time.monotonic()
         for number, prompt in enumerate(prompts, 1):
             text = f"  request {number} of {len(prompts)}: {prompt.name}, {len(prompt.tokens):,} tokens"

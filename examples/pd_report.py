@@ -25,7 +25,7 @@ _TRANSFER = re.compile(
 )
 _ENABLED = re.compile(
     r"CP shared KV enabled\. physical_tokens_per_rank=(?P<physical>\d+), logical_tokens=(?P<logical>\d+).*"
-    r"workspace_bytes=(?P<workspace>\d+)"
+    r"workspace_bytes=(?P<workspace>\d+), prefetch=(?P<prefetch>on|off)"
 )
 _POOL = re.compile(r"(?:ATTN_CP(?P<rank>\d+).*)?KV Cache is allocated\. #tokens: (?P<tokens>\d+)")
 
@@ -82,6 +82,7 @@ class Pass:
     capacity_tokens: int = 0
     pool_tokens: list[int] = field(default_factory=list)
     workspace_bytes: int = 0
+    workspace_layers: str = ""
     answers: dict[str, Answer] = field(default_factory=dict)
     seconds_to_start: float = 0.0
     seconds_of_requests: float = 0.0
@@ -124,12 +125,18 @@ def rank_transfers(log: Path, rid: str, ranks: int, shared: bool, patience: floa
     return found
 
 
-def pool_figures(log: Path) -> tuple[list[int], int]:
-    """Tokens in the pool of each rank, and bytes of a rank's workspace (0 for stock), from a prefill server's log."""
+def pool_figures(log: Path) -> tuple[list[int], int, str]:
+    """From a prefill server's log: tokens in the pool of each rank, and bytes and layers of a rank's workspace.
+
+    Stock has none: 0 bytes.
+    """
     text = log.read_text(errors="replace")
     pools = {int(m["rank"] or 0): int(m["tokens"]) for m in _POOL.finditer(text)}
     enabled = _ENABLED.search(text)
-    return [pools[rank] for rank in sorted(pools)], int(enabled["workspace"]) if enabled else 0
+    tokens = [pools[rank] for rank in sorted(pools)]
+    if enabled is None:
+        return tokens, 0, ""
+    return tokens, int(enabled["workspace"]), "two layers" if enabled["prefetch"] == "on" else "one layer"
 
 
 def page_bytes(config: Mapping[str, Any]) -> int:

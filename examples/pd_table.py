@@ -45,7 +45,7 @@ def capacity_rows(c: Comparison) -> list[list[str]]:
             "workspace of one rank",
             "-",
             megabytes(c.shared.workspace_bytes),
-            "one layer of one context, whatever the number of layers",
+            f"{c.shared.workspace_layers} of one context, whatever the number of layers",
         ],
         [
             "prompt tokens the server can keep",

@@ -24,7 +24,7 @@ def test_ranks_that_agree_on_capacity_go_on() -> None:
 
 def test_ranks_that_disagree_on_capacity_stop_and_say_who_has_what() -> None:
     for text in call("agreement", 4, figures=[1024, 1024, 960, 1024]):
-        assert "disagree about the KV capacity" in text
+        assert "disagree, so they cannot share a KV cache" in text
         assert "attention-CP rank 2: {'physical_tokens_per_rank': 960}" in text
         assert "--max-total-tokens" in text
 

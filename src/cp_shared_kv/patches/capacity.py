@@ -91,7 +91,7 @@ def _agree(group: Any, mine: dict[str, Any]) -> None:
     if any(other != said[0] for other in said):
         figures = "\n".join(f"  - attention-CP rank {rank}: {figures}" for rank, figures in enumerate(said))
         raise CapacityError(
-            f"the attention-CP ranks disagree about the KV capacity, so a page would lie in two places:\n{figures}\n"
+            f"the attention-CP ranks disagree, so they cannot share a KV cache:\n{figures}\n"
             "give every rank the same memory, arguments and environment, or set --max-total-tokens"
         )
 
