@@ -55,11 +55,6 @@ def workspace_pages(context_len: int, page_size: int, cp_size: int) -> int:
     return context_pages + max(cp_size, ceil_div(context_pages, SLACK_FRACTION)) + 1
 
 
-def workspace_count(prefetch: bool) -> int:
-    """Workspaces of a pool: one for the layer that computes, one for the layer that is fetched ahead."""
-    return 2 if prefetch else 1
-
-
 def gather_shares(counts: Sequence[int], capacity: int) -> int:
     """Pages that every rank contributes to the all-gather.
 

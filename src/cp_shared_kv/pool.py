@@ -28,8 +28,8 @@ from cp_shared_kv.host_pages import HostPages, PageCheck, to_device
 from cp_shared_kv.kernels import copy_pages, expand_page_table
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
-from cp_shared_kv.plan import ForwardPlan, build_plan, workspace_count
-from cp_shared_kv.prefetch import LayerPrefetch
+from cp_shared_kv.plan import ForwardPlan, build_plan
+from cp_shared_kv.prefetch import LayerPrefetch, workspace_count
 
 
 class SharedPoolError(RuntimeError):

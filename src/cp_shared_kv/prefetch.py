@@ -21,6 +21,11 @@ from typing import Any
 BUFFERS = 2
 
 
+def workspace_count(prefetch: bool) -> int:
+    """Workspaces of a pool: one, or one for each buffer where layers are fetched ahead."""
+    return BUFFERS if prefetch else 1
+
+
 class LayerPrefetch:
     """Decides when the pages of a layer are fetched.
 

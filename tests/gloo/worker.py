@@ -329,6 +329,7 @@ def communicator_timeout(rank: int, size: int, seconds: float | None) -> float:
     from cp_shared_kv.collectives import own_communicator
 
     group = own_communicator(group_of(rank, size), seconds and timedelta(seconds=seconds))
+    torch.distributed.barrier(group)  # rank 0 holds the store by which the others still find each other
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 

@@ -20,7 +20,8 @@ from cp_shared_kv.host_pages import PageCheck
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import SHARD_POLICY
 from cp_shared_kv.patches import Patch, PatchGroup
-from cp_shared_kv.plan import workspace_count, workspace_pages
+from cp_shared_kv.plan import workspace_pages
+from cp_shared_kv.prefetch import workspace_count
 
 logger = logging.getLogger("cp_shared_kv")
 
