@@ -1,7 +1,7 @@
 """Benchmarks: ratios and counts, each measured in one run; ``python -m benchmarks`` prints them as one table.
 
 ``rows``       what a section measures: rows with budgets, and curves.
-``processes``  a process that can import SGLang on a machine without a GPU, and gloo ranks forked from it.
+``processes``  a process that can import SGLang on a machine without a GPU.
 ``forward``    one forward of the real pool, and what it costs; pages drawn from the real allocators.
 ``capacity``   the capacity multiple after the workspace is paid for.
 ``gather``     bytes that a layer's gather receives, beside the bound and beside an all-reduce.

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from gloo.forked import on_ranks
+
 from .forward import PAGE, Forward, draw_pages, make_shared_pool, seconds_of
-from .processes import bytes_written, on_ranks, sglang_process
+from .processes import bytes_written, sglang_process
 from .rows import Curve, Measured, Row
 
 #: Bytes of one page in one layer, bf16: MLA KV and index-K.

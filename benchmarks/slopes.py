@@ -7,8 +7,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from gloo.forked import on_ranks
+
 from .forward import PAGE, Forward, make_shared_pool, seconds_of
-from .processes import on_ranks, sglang_process
+from .processes import sglang_process
 from .rows import Measured, Row
 
 LAYERS = 3

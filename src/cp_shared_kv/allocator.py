@@ -21,14 +21,11 @@ from sglang.srt.mem_cache import allocator as stock
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.utils import next_power_of_2
 
+from cp_shared_kv.host_pages import NO_PAGES, Pages, to_device
 from cp_shared_kv.layout import DUMMY_PAGE, NO_OWNER, CpSharedKVLayout
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
-
-Pages = npt.NDArray[np.int64]
-
-NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
 
 def _without_repeats(values: Pages) -> Pages:
@@ -432,10 +429,7 @@ class CPSharedPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
 
     def _upload(self, pages: Pages) -> torch.Tensor:
         """Pages as a tensor on the device, without waiting for it."""
-        host = torch.from_numpy(pages)
-        if torch.device(self.device).type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+        return to_device(pages, self.device)
 
     @staticmethod
     def _download(indices: torch.Tensor | None) -> Pages:

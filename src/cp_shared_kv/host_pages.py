@@ -19,12 +19,13 @@ import numpy.typing as npt
 import torch
 
 from cp_shared_kv.metrics import COUNTERS
+from cp_shared_kv.plan import ceil_div
 
 Pages = npt.NDArray[np.int64]
 
 #: Attribute of SGLang's requests and tree nodes.
 _PAGES = "_cp_shared_kv_pages"
-_NONE = np.empty(0, dtype=np.int64)
+NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
 
 def to_device(array: npt.NDArray[np.integer], device: torch.device | str) -> torch.Tensor:
@@ -33,6 +34,14 @@ def to_device(array: npt.NDArray[np.integer], device: torch.device | str) -> tor
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def page_table(pages: Sequence[Pages], width: int, fill: int) -> npt.NDArray[np.int64]:
+    """Pages of several requests as rows ``(batch, width)``, ``fill`` past the end of each."""
+    table = np.full((len(pages), width), fill, dtype=np.int64)
+    for row, part in zip(table, pages, strict=True):
+        row[: len(part)] = part
+    return table
 
 
 def read_pages(first_slots: torch.Tensor, page_size: int) -> Pages:
@@ -46,8 +55,14 @@ def read_pages(first_slots: torch.Tensor, page_size: int) -> Pages:
     return (first_slots // page_size).cpu().numpy().astype(np.int64)
 
 
+def noted_pages(holder: Any) -> Pages | None:
+    """What is noted of a request or a tree node."""
+    pages: Pages | None = getattr(holder, _PAGES, None)
+    return pages
+
+
 def _node_pages(node: Any, page_size: int) -> Pages:
-    pages: Pages | None = getattr(node, _PAGES, None)
+    pages = noted_pages(node)
     if pages is None:
         pages = read_pages(node.value[::page_size], page_size)
         setattr(node, _PAGES, pages)
@@ -64,7 +79,7 @@ def _path(node: Any) -> list[Any]:
 
 
 def _path_pages(nodes: Sequence[Any], page_size: int) -> Pages:
-    return np.concatenate([_NONE, *(_node_pages(node, page_size) for node in nodes)])
+    return np.concatenate([NO_PAGES, *(_node_pages(node, page_size) for node in nodes)])
 
 
 class HostPages:
@@ -82,12 +97,12 @@ class HostPages:
             req: SGLang's request; ``prefix_indices`` are the slots of those tokens.
             page_size: tokens per page.
         """
-        count = -(-len(req.prefix_indices) // page_size)
-        noted: Pages | None = getattr(req, _PAGES, None)
+        count = ceil_div(len(req.prefix_indices), page_size)
+        noted = noted_pages(req)
         if req.req_pool_idx is not None and noted is not None and len(noted) >= count:
             return noted[:count]
         if not count:
-            return _NONE
+            return NO_PAGES
         nodes = _path(req.last_node)
         if sum(len(node.value) for node in nodes) == len(req.prefix_indices):
             return _path_pages(nodes, page_size)
@@ -121,7 +136,7 @@ def note_inserted(req: Any, first_new_node: int, page_size: int) -> None:
         first_new_node: number of the first node that the insertion made.
         page_size: tokens per page.
     """
-    noted: Pages | None = getattr(req, _PAGES, None)
+    noted = noted_pages(req)
     if noted is None:
         return
     nodes = _path(req.last_node)
@@ -146,12 +161,6 @@ def note_split(pages: Pages | None, front: Any, back: Any, page_size: int) -> No
     # None says that nobody knows, so that a split node is not taken for an inserted one.
     setattr(front, _PAGES, None if pages is None else pages[:cut].copy())
     setattr(back, _PAGES, None if pages is None else pages[cut:].copy())
-
-
-def noted_pages(holder: Any) -> Pages | None:
-    """What is noted of a request or a tree node."""
-    pages: Pages | None = getattr(holder, _PAGES, None)
-    return pages
 
 
 class HostPagesError(RuntimeError):
@@ -182,10 +191,7 @@ class PageCheck:
             first_slots: first slot of each page, from ``req_to_token``, ``(batch, pages)``.
             noted: pages of each request; what the rows hold beyond them is not looked at.
         """
-        table = np.full(first_slots.shape, -1, dtype=np.int64)
-        for row, pages in zip(table, noted, strict=True):
-            row[: len(pages)] = pages
-        expected = to_device(table, first_slots.device)
+        expected = to_device(page_table(noted, first_slots.shape[1], -1), first_slots.device)
         differs = ((first_slots // self._page_size != expected) & (expected >= 0)).any()
         outcome = torch.empty((), dtype=torch.bool, pin_memory=self._pin)
         outcome.copy_(differs, non_blocking=True)

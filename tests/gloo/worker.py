@@ -6,15 +6,15 @@ list of what the ranks returned, or a traceback.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
+
+from .forked import on_ranks
 
 PAGE = 64
 LAYERS = 3
@@ -457,45 +457,12 @@ def divergence(rank: int, size: int, pages: list[list[list[int]]], every: int) -
     return 0, None
 
 
-def _rank(function: str, rank: int, size: int, port: int, arguments: dict[str, Any], to: Connection) -> None:
-    import torch.distributed as dist
-
-    try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
-        to.send((rank, True, globals()[function](rank, size, **arguments)))
-    except BaseException:
-        to.send((rank, False, traceback.format_exc()))
-    os._exit(0)
-
-
 def run(function: str, size: int, arguments: dict[str, Any]) -> list[Any] | str:
     """Run a function of this module on ``size`` forked ranks; their results in rank order, or a traceback."""
-    context = multiprocessing.get_context("fork")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=_rank, args=(function, rank, size, port, arguments, send), daemon=True)
-        for rank, (_, send) in enumerate(pipes)
-    ]
-    for process in processes:
-        process.start()
-    results: dict[int, Any] = {}
     try:
-        for rank, (receive, _) in enumerate(pipes):
-            if not receive.poll(120):
-                return f"rank {rank} is silent"
-            _, ok, body = receive.recv()
-            if not ok:
-                return str(body)
-            results[rank] = body
-    finally:
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-    return [results[rank] for rank in range(size)]
+        return on_ranks(globals()[function], size, **arguments)
+    except RuntimeError as error:
+        return str(error)
 
 
 def main() -> None:

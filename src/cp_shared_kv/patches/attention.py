@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from cp_shared_kv.host_pages import Pages, read_pages
+from cp_shared_kv.host_pages import Pages, page_table, read_pages
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.plan import ForwardPlan, build_inert_plan, build_plan, ceil_div
 
@@ -36,9 +35,7 @@ def _plan(pool: Any, forward_batch: Any) -> ForwardPlan:
     pages = _pages(pool, forward_batch, seq_lens)
     if pool.divergence_guard is not None:
         pool.divergence_guard.observe(pages, prefix_lens, seq_lens)
-    tables = np.zeros((len(pages), max(len(row) for row in pages)), dtype=np.int64)
-    for table, row in zip(tables, pages, strict=True):
-        table[: len(row)] = row
+    tables = page_table(pages, max(len(row) for row in pages), 0)
     return build_plan(pool.layout, tables, prefix_lens, seq_lens, pool.workspace_page_count)
 
 
