@@ -165,7 +165,7 @@ def _warn_of_stock_fault(server_args: Any) -> None:
             "%s=1 on a stock prefill server: SGLang %s then loses pages whose ids do not ascend, and decode reads "
             "garbage. Unset it here and on the decode servers, or turn CP shared KV on",
             config.ALL_CP_RANKS_ENV,
-            release.versions[-1],
+            release.version,
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "sglang"
 
@@ -47,6 +48,13 @@ class Target:
     parameters: tuple[str, ...]
     fingerprint: str
     source_only: bool = False
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Target:
+        """A target as ``seams.json`` has it: ``at`` is ``module:qualname``, ``parameters`` are joined by commas."""
+        module, _, qualname = entry["at"].partition(":")
+        parameters = tuple(entry["parameters"].split(", ")) if entry["parameters"] else ()
+        return cls(module, qualname, parameters, entry["fingerprint"], entry.get("source_only", False))
 
     @property
     def path(self) -> str:

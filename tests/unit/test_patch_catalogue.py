@@ -14,7 +14,7 @@ import pytest
 
 import cp_shared_kv
 from cp_shared_kv.patches import arguments, builtin_groups, catalogue
-from cp_shared_kv.releases import RELEASES, Release, release_for
+from cp_shared_kv.releases import release_for, supported_versions
 from cp_shared_kv.seams import SourceTree
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "patches.md"
@@ -51,25 +51,33 @@ def test_every_patch_is_listed_with_its_reason_and_its_end(page: str) -> None:
             assert f"### `{seam}`: {dependency.kind}\n\n- Why: {dependency.why}.\n" in section
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.versions[0])
-def test_every_seam_and_argument_name_of_a_release_is_listed_as_the_table_has_it(page: str, release: Release) -> None:
+@pytest.mark.parametrize("version", supported_versions())
+def test_every_seam_and_argument_name_of_a_release_is_listed_as_the_table_has_it(page: str, version: str) -> None:
+    release = release_for(version)
     for target in release.targets.values():
-        row = f"| `{target.path}` | `{', '.join(target.parameters)}` | `{target.fingerprint}` |"
-        assert f"| {', '.join(release.versions)} {row}" in page
+        assert f"| `{target.path}` | `{', '.join(target.parameters)}` | `{target.fingerprint}` |" in page
+    for why in release.absent.values():
+        assert f"| none: {why} |" in page
     for name, value in vars(release.arguments).items():
         assert f"| `{name}` |" in page
         assert f"| `{value}` |" in page
 
 
-def test_a_second_release_gets_a_row_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = RELEASES[0]
+def test_releases_that_are_alike_share_a_line_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = release_for("0.5.12.post1")
     seam, target = next(iter(first.targets.items()))
-    later = replace(first, versions=("9.0", "9.1"), targets={seam: replace(target, fingerprint="f" * 16)})
-    monkeypatch.setattr(catalogue, "RELEASES", (*RELEASES, later))
+    table = {
+        "9.0": replace(first, version="9.0"),
+        "9.1": replace(first, version="9.1"),
+        "9.2": replace(first, version="9.2", targets={seam: replace(target, fingerprint="f" * 16)}),
+    }
+    monkeypatch.setattr(catalogue, "supported_versions", lambda: tuple(table))
+    monkeypatch.setattr(catalogue, "release_for", table.__getitem__)
     text = catalogue.render()
-    assert text.count("| 9.0, 9.1 | ") == 1
-    assert f"| 9.0, 9.1 | `{target.path}` |" in text
-    assert f"| name here | {', '.join(first.versions)} | 9.0, 9.1 |" in text
+    assert text.count(f"| 9.0 to 9.1 | `{target.path}` |") == 1
+    assert text.count("| 9.2 | ") == 1
+    assert f"| 9.2 | `{target.path}` |" in text
+    assert "| name here | 9.0 to 9.2 |" in text
 
 
 def test_every_seam_that_is_not_wrapped_has_a_reason_and_every_reason_a_seam() -> None:

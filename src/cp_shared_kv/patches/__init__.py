@@ -162,11 +162,15 @@ class PatchSet:
         self.release = release
         self.source = source
         self.groups = tuple(groups)
-        self.patches = tuple(patch for group in groups for patch in group.patches)
+        self.patches = tuple(
+            patch for group in groups for patch in group.patches if patch.seam not in release.absent
+        )
         self.targets: dict[str, Target] = {}
         problems = []
         for group in groups:
             for seam in (*(patch.seam for patch in group.patches), *group.relies_on):
+                if seam in release.absent:
+                    continue
                 target = group.targets.get(seam) or release.targets.get(seam)
                 if target is None:
                     problems.append(f"{seam}: the table of release {source.version} has no such seam")

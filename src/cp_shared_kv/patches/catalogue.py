@@ -6,12 +6,14 @@ not wrapped. Neither SGLang nor an accelerator is needed.
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 from cp_shared_kv.patches import PatchGroup, arguments, builtin_groups
-from cp_shared_kv.releases import RELEASES, ArgumentNames
+from cp_shared_kv.releases import ArgumentNames, Release, release_for, supported_versions
 
 COMMAND = "python -m cp_shared_kv.patches.catalogue > docs/patches.md"
 
@@ -159,6 +161,13 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
+def _spans(value: Callable[[Release], Any]) -> Iterator[tuple[str, Any]]:
+    """Runs of releases with one value, as ``first to last``, and the value."""
+    for found, run in itertools.groupby((release_for(version) for version in supported_versions()), key=value):
+        versions = [release.version for release in run]
+        yield versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}", found
+
+
 def _seam(seam: str, kind: str, why: str, until: str | None) -> Iterator[str]:
     yield f"### `{seam}`: {kind}\n"
     yield f"- Why: {why}."
@@ -167,11 +176,12 @@ def _seam(seam: str, kind: str, why: str, until: str | None) -> Iterator[str]:
     yield ""
     yield _cells("SGLang", "symbol", "parameters", "fingerprint")
     yield "|---|---|---|---|"
-    for release in RELEASES:
-        if (target := release.targets.get(seam)) is not None:
-            parameters = ", ".join(target.parameters)
-            versions = ", ".join(release.versions)
-            yield _cells(versions, _code(target.path), _code(parameters), _code(target.fingerprint))
+    for versions, found in _spans(lambda release: release.targets.get(seam) or release.absent.get(seam)):
+        if isinstance(found, str):
+            yield _cells(versions, f"none: {found}", "", "")
+        elif found is not None:
+            parameters = ", ".join(found.parameters)
+            yield _cells(versions, _code(found.path), _code(parameters), _code(found.fingerprint))
     yield ""
 
 
@@ -193,10 +203,11 @@ def _group(group: PatchGroup) -> Iterator[str]:
 def _arguments() -> Iterator[str]:
     yield "## Names of arguments: translate\n"
     yield "Fields of `ServerArgs`, their flags and values, which the gate knows by the name a release gives them.\n"
-    yield _cells("name here", *(", ".join(release.versions) for release in RELEASES))
-    yield "|---|" + "---|" * len(RELEASES)
+    spans = list(_spans(lambda release: release.arguments))
+    yield _cells("name here", *(versions for versions, _ in spans))
+    yield "|---|" + "---|" * len(spans)
     names = [field.name for field in fields(ArgumentNames)]
-    columns = zip(*(astuple(release.arguments) for release in RELEASES), strict=True)
+    columns = zip(*(astuple(arguments) for _, arguments in spans), strict=True)
     for name, column in sorted(zip(names, columns, strict=True)):
         yield _cells(_code(name), *(_code(value) for value in column))
     yield ""
