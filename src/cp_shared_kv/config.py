@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 
 PLUGIN_NAME = "cp_shared_kv"
 FLAG = "--enable-nsa-prefill-cp-shared-kv"
+FLAG_ALIAS = "--enable-dsa-prefill-cp-shared-kv"
+FLAGS = (FLAG, FLAG_ALIAS)
 FLAG_DEST = "enable_nsa_prefill_cp_shared_kv"
 SWITCH_ENV = "CP_SHARED_KV"
 PLUGINS_ENV = "SGLANG_PLUGINS"

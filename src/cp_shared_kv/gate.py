@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cp_shared_kv.config import ALL_CP_RANKS_ENV, sglang_true
-from cp_shared_kv.releases import ArgumentNames
+from cp_shared_kv.releases import ArgumentNames, Release, resolved_arguments, symbol
 
 PAGE_SIZE = 64
 STAGING_ENV = "SGLANG_DISAGG_STAGING_BUFFER"
@@ -39,6 +39,7 @@ class Facts:
         has_mooncake: whether the ``mooncake`` package can be imported.
         devices: accepted values of ``--device``.
         transfer_backends: accepted values of ``--disaggregation-transfer-backend``.
+        upstream: SGLang's own alternatives in this release, a sentence each.
     """
 
     arguments: Any
@@ -52,6 +53,7 @@ class Facts:
     has_mooncake: bool = True
     devices: Sequence[str] = ("cuda",)
     transfer_backends: Sequence[str] = ("mooncake",)
+    upstream: Sequence[str] = ()
 
     def arg(self, name: str, default: Any = None) -> Any:
         """A server argument, or ``default`` where this release has none of that name."""
@@ -91,13 +93,18 @@ class Refusal:
 
 
 class GateError(RuntimeError):
-    """The server is not one that CP shared KV supports; ``refusals`` lists every unmet requirement."""
+    """The server is not one that CP shared KV supports; ``refusals`` lists every unmet requirement.
 
-    def __init__(self, refusals: Sequence[Refusal]) -> None:
+    ``advice`` are features of SGLang itself that would serve such a server.
+    """
+
+    def __init__(self, refusals: Sequence[Refusal], advice: Sequence[str] = ()) -> None:
         self.refusals = list(refusals)
-        lines = "\n".join(f"  - {refusal}" for refusal in self.refusals)
+        self.advice = list(advice)
+        lines = "".join(f"\n  - {refusal}" for refusal in self.refusals)
+        hints = "".join(f"\n  note: {hint}" for hint in self.advice)
         super().__init__(
-            f"CP shared KV cannot be used on this server, {len(self.refusals)} requirement(s) unmet:\n{lines}"
+            f"CP shared KV cannot be used on this server, {len(self.refusals)} requirement(s) unmet:{lines}{hints}"
         )
 
 
@@ -133,8 +140,29 @@ def _prefill_backend_problem(facts: Facts) -> str | None:
 
 def _attention_backend_problem(facts: Facts) -> str | None:
     names = ("attention_backend", "prefill_attention_backend")
-    other = {name: facts.arg(name) for name in names if facts.arg(name) not in (None, "nsa")}
+    other = {name: facts.arg(name) for name in names if facts.arg(name) not in (None, facts.names.attention_backend)}
     return ", ".join(f"{name}={value!r}" for name, value in other.items()) or None
+
+
+def _cuda_graph_problem(facts: Facts) -> str | None:
+    if facts.names.cuda_graph_phases:
+        config = facts.arg("cuda_graph_config")
+        backends = {
+            phase: getattr(getattr(config, phase, None), "backend", None) for phase in facts.names.cuda_graph_phases
+        }
+        found = [f"{phase} {backend!r}" for phase, backend in backends.items() if backend != "disabled"]
+        return f"cuda_graph_config: {', '.join(found)}" if found else None
+    return _unless(bool(facts.arg("disable_cuda_graph")), f"disable_cuda_graph={facts.arg('disable_cuda_graph')}")
+
+
+def _piecewise_problem(facts: Facts) -> str | None:
+    if facts.names.cuda_graph_phases:
+        return None  # a backend of the prefill phase there
+    return _unless(
+        bool(facts.arg("disable_piecewise_cuda_graph", True)) and not facts.arg("enforce_piecewise_cuda_graph"),
+        f"disable_piecewise_cuda_graph={facts.arg('disable_piecewise_cuda_graph')}, "
+        f"enforce_piecewise_cuda_graph={facts.arg('enforce_piecewise_cuda_graph')}",
+    )
 
 
 def role_of(server_args: Any) -> str:
@@ -294,22 +322,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "attention_backend",
         _attention_backend_problem,
-        "the nsa attention backend",
+        lambda f: f"the {f.names.attention_backend} attention backend",
         "remove --attention-backend and --prefill-attention-backend",
     ),
     Rule(
         "cuda_graph",
-        lambda f: _unless(bool(f.arg("disable_cuda_graph")), f"disable_cuda_graph={f.arg('disable_cuda_graph')}"),
+        _cuda_graph_problem,
         "no CUDA graphs on the prefill server (a captured forward cannot be planned)",
-        "add --disable-cuda-graph",
+        "add --disable-cuda-graph, and remove flags that ask for graphs",
     ),
     Rule(
         "piecewise_cuda_graph",
-        lambda f: _unless(
-            bool(f.arg("disable_piecewise_cuda_graph", True)) and not f.arg("enforce_piecewise_cuda_graph"),
-            f"disable_piecewise_cuda_graph={f.arg('disable_piecewise_cuda_graph')}, "
-            f"enforce_piecewise_cuda_graph={f.arg('enforce_piecewise_cuda_graph')}",
-        ),
+        _piecewise_problem,
         "no piecewise CUDA graphs on the prefill server (a captured forward cannot be planned)",
         "remove --enforce-piecewise-cuda-graph",
     ),
@@ -338,7 +362,15 @@ RULES: tuple[Rule, ...] = (
     _off("elastic EP", "elastic_ep_backend", "--elastic-ep-backend", "ranks that leave take their pages with them"),
     _off("Ray", "use_ray", "--use-ray", "its scheduler actors do not load plugins"),
     _off("KV cache sharding of SGLang", "enable_kv_cache_sharding", "--enable-kv-cache-sharding", "it does the same"),
-    _off("KV layer split", "enable_kv_cache_layer_split", "--enable-kv-cache-layer-split", "it shards the same pool"),
+    _off("KV layer split", "enable_dsa_cache_layer_split", "--enable-dsa-cache-layer-split", "it shards the same pool"),
+    _off("unified memory pool", "enable_unified_memory", "--enable-unified-memory", "it lays the pool out otherwise"),
+    _off("page-major KV", "enable_page_major_kv_layout", "--enable-page-major-kv-layout", "rows are not pages there"),
+    Rule(
+        "dcp_size",
+        lambda f: _unless((f.arg("dcp_size") or 1) == 1, f"dcp_size={f.arg('dcp_size')}"),
+        "--dcp-size 1 (decode context parallelism shards the same pool)",
+        "remove --dcp-size",
+    ),
     Rule(
         "staging buffer",
         lambda f: f"{STAGING_ENV} is set" if sglang_true(f.environ.get(STAGING_ENV)) else None,
@@ -347,6 +379,10 @@ RULES: tuple[Rule, ...] = (
         BOTH,
     ),
 )
+
+
+#: Rules that an interleaved split, the trtllm backends or SGLang's own sharding run into.
+UPSTREAM_TERRITORY = frozenset({"cp_mode", "prefill_backend", "KV cache sharding of SGLang", "KV layer split"})
 
 
 @dataclass
@@ -370,33 +406,36 @@ class Gate:
         """Raise unless every requirement is met.
 
         Raises:
-            GateError: with all unmet requirements.
+            GateError: with all unmet requirements, and what SGLang itself offers where they are those it has.
         """
         if refusals := self.refusals(facts):
-            raise GateError(refusals)
+            theirs = {refusal.rule for refusal in refusals} & UPSTREAM_TERRITORY
+            raise GateError(refusals, facts.upstream if theirs else ())
 
 
-def gather_facts(server_args: Any, names: ArgumentNames, environ: Mapping[str, str] | None = None) -> Facts:
+def gather_facts(server_args: Any, release: Release, environ: Mapping[str, str] | None = None) -> Facts:
     """Facts of a server, from its resolved ``ServerArgs``; loads the model's configuration, not its weights."""
-    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_nsa
+    from sglang.srt.configs.model_config import AttentionArch
     from sglang.srt.platforms import current_platform
 
     from cp_shared_kv.hookspecs import plugin_manager
 
-    model = server_args.get_model_config()
+    model_config_of = symbol("model_config_of")
+    model = server_args.get_model_config() if model_config_of is None else model_config_of(server_args)
     hooks = plugin_manager().hook
     return Facts(
-        arguments=server_args,
-        names=names,
+        arguments=resolved_arguments(server_args),
+        names=release.arguments,
         environ=os.environ if environ is None else environ,
         architecture=(getattr(model.hf_config, "architectures", None) or ["unknown"])[0],
-        is_nsa=bool(is_deepseek_nsa(model.hf_config)),
+        is_nsa=bool(symbol("is_deepseek_nsa")(model.hf_config)),
         is_mla=model.attention_arch == AttentionArch.MLA,
         index_kpool=getattr(model.hf_config, "index_kpool", None) or 1,
         is_out_of_tree_platform=bool(current_platform.is_out_of_tree()),
         has_mooncake=importlib.util.find_spec("mooncake") is not None,
         devices=("cuda", *(device for devices in hooks.cp_shared_kv_devices() for device in devices)),
         transfer_backends=("mooncake", *(b for names_ in hooks.cp_shared_kv_transfer_backends() for b in names_)),
+        upstream=release.upstream,
     )
 
 

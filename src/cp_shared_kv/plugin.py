@@ -18,13 +18,14 @@ from typing import Any, NoReturn
 
 from cp_shared_kv import config
 from cp_shared_kv._version import __version__
-from cp_shared_kv.config import FLAG, Decision, State
+from cp_shared_kv.compare import compare, is_supported
+from cp_shared_kv.config import FLAGS, Decision, State
 from cp_shared_kv.divergence import check_every
 from cp_shared_kv.gate import GateError, gate_with_extensions, gather_facts, role_of
 from cp_shared_kv.metrics import configure_logging
 from cp_shared_kv.patches import PatchSet, SourceTree, arguments
 from cp_shared_kv.patches.arguments import DECISION_ATTRIBUTE, FLAG_ATTRIBUTE
-from cp_shared_kv.releases import release_for
+from cp_shared_kv.releases import installed, release_for, resolved_arguments
 from cp_shared_kv.seams import SeamError
 
 logger = logging.getLogger("cp_shared_kv")
@@ -44,6 +45,10 @@ def _describe(error: Exception) -> str:
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
+def _on_command_line() -> bool:
+    return any(flag in sys.argv for flag in FLAGS)
+
+
 def load() -> None:
     """Load the plugin into this process; idempotent. Called by the entry point (``entry.load``).
 
@@ -53,7 +58,7 @@ def load() -> None:
     try:
         configure_logging()
         decision = config.published()
-        asked = config.requested(os.environ, flag=FLAG in sys.argv).state
+        asked = config.requested(os.environ, flag=_on_command_line()).state
     except config.ConfigError as error:
         _stop(error)
     if decision is not None:
@@ -62,10 +67,18 @@ def load() -> None:
         _patch_arguments()
     except Exception as error:
         if asked is State.ON:
-            _stop(_describe(error))
+            _stop(_describe(error) + _seam_report())
         # Merely installed, the plugin must not be heard; its flag is unknown to SGLang then.
         level = logging.WARNING if asked is State.AUTO else logging.DEBUG
         logger.log(level, "CP shared KV stays off: %s", error)
+
+
+def _seam_report() -> str:
+    """Of a release without a row: how its seams fit the closest one that has one."""
+    source = SourceTree.installed()
+    if is_supported(source.version):
+        return ""
+    return "\n" + "\n".join(compare(source).lines())
 
 
 def _patch_arguments() -> None:
@@ -113,7 +126,9 @@ def decide(server_args: Any) -> Decision | None:
             config.prefetch_wanted()
     except config.ConfigError as error:
         _stop(error)
-    if request.state is State.ON or FLAG in sys.argv:  # a flag that was dropped on the way is on the command line still
+    if (
+        request.state is State.ON or _on_command_line()
+    ):  # a flag that was dropped on the way is on the command line still
         attest_arguments()
     if request.state is State.OFF:
         _warn_of_stock_fault(server_args)
@@ -121,11 +136,12 @@ def decide(server_args: Any) -> Decision | None:
     try:
         source = SourceTree.installed()
         release = release_for(source.version)
-        gate_with_extensions().require(gather_facts(server_args, release.arguments))
+        gate_with_extensions().require(gather_facts(server_args, release))
         role = role_of(server_args)
         PatchSet.for_release(source=source, role=role)
+        resolved = resolved_arguments(server_args)
         decision = Decision(
-            __version__, source.version, server_args.attn_cp_size, server_args.page_size, request.source, role
+            __version__, source.version, resolved.attn_cp_size, resolved.page_size, request.source, role
         )
     except Exception as error:  # also an extension's rule, or an unreadable model configuration
         if request.state is State.ON:
@@ -154,11 +170,12 @@ def decide(server_args: Any) -> Decision | None:
 
 def _warn_of_stock_fault(server_args: Any) -> None:
     """Warn where a server that stays stock would lose pages, as after a roll-back that left the variable set."""
-    if (getattr(server_args, "attn_cp_size", 1) or 1) < 2 or server_args.disaggregation_mode != "prefill":
-        return
     try:
-        release = release_for(SourceTree.installed().version)
+        release = installed()
     except SeamError:
+        return
+    resolved = resolved_arguments(server_args)
+    if (getattr(resolved, "attn_cp_size", 1) or 1) < 2 or resolved.disaggregation_mode != "prefill":
         return
     if release.stock_loses_pages and config.sglang_true(os.environ.get(config.ALL_CP_RANKS_ENV)):
         logger.warning(
@@ -245,13 +262,14 @@ def attest_scheduler(server_args: Any) -> None:
             f"{carried!r} and {decision!r}; a scheduler process must be started by the server that decided"
         )
     decided = (decision.role, decision.cp_size, decision.page_size)
-    found = (role_of(server_args), server_args.attn_cp_size, server_args.page_size)
+    resolved = resolved_arguments(server_args)
+    found = (role_of(server_args), resolved.attn_cp_size, resolved.page_size)
     if decided != found:
         names = "role={}, cp_size={}, page_size={}"
         _stop(f"decided for {names.format(*decided)}, but this scheduler has {names.format(*found)}")
     try:
         assert _scheduler_patches is not None
         _scheduler_patches.attest()
-        gate_with_extensions().require(gather_facts(server_args, _scheduler_patches.release.arguments))
+        gate_with_extensions().require(gather_facts(server_args, _scheduler_patches.release))
     except (SeamError, GateError) as error:
         _stop(error)

@@ -26,10 +26,10 @@ from cp_shared_kv.config import Decision
 from cp_shared_kv.gate import gather_facts
 from cp_shared_kv.patches import PatchSet, arguments, builtin_groups
 from cp_shared_kv.patches.arguments import FLAG_ATTRIBUTE
-from cp_shared_kv.releases import release_for
+from cp_shared_kv.releases import installed, release_for
 from cp_shared_kv.seams import SeamError, SourceTree
 
-TARGETS = release_for("0.5.12.post1").targets
+TARGETS = installed().targets
 DECISION = Decision(__version__, "0.5.12.post1", 2, 64, "CP_SHARED_KV=1")
 
 
@@ -63,7 +63,8 @@ def parse_flag() -> dict[str, bool]:
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     absent = parser.parse_args(["--model-path", "m"])
-    given = parser.parse_args(["--model-path", "m", config.FLAG])
+    given, alias = (parser.parse_args(["--model-path", "m", flag]) for flag in config.FLAGS)
+    assert alias == given
     # Building real arguments would load a model's configuration; only the copying of the flag is of interest.
     original, ServerArgs.__post_init__ = ServerArgs.__post_init__, lambda self: None
     try:
@@ -111,7 +112,7 @@ def facts_of(architecture: str, mla: bool, **config_fields: Any) -> dict[str, An
         attention_arch=AttentionArch.MLA if mla else AttentionArch.MHA,
     )
     server_args = SimpleNamespace(get_model_config=lambda: model)
-    facts = gather_facts(server_args, release_for("0.5.12.post1").arguments, environ={"A": "1"})
+    facts = gather_facts(server_args, installed(), environ={"A": "1"})
     names = ("architecture", "is_nsa", "is_mla", "index_kpool", "is_out_of_tree_platform", "devices", "environ")
     return {name: getattr(facts, name) for name in names}
 

@@ -11,38 +11,71 @@ import pytest
 from cp_shared_kv import gate
 from cp_shared_kv.gate import RULES, Facts, Gate, GateError, Refusal, Rule
 from cp_shared_kv.hookspecs import hookimpl, plugin_manager
-from cp_shared_kv.releases import release_for
+from cp_shared_kv.releases import ArgumentNames, installed, release_for, supported_versions
 from cp_shared_kv.seams import SourceTree
 
 NAMES = release_for("0.5.12.post1").arguments
 ALL_RANKS = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 
-#: Arguments of features that came after 0.5.12.post1; on that release they read as absent.
-LATER_ARGUMENTS = {"enable_kv_cache_sharding", "enable_kv_cache_layer_split"}
+#: Argument that a rule reads -> first release that has it; before, it reads as absent.
+ARRIVED = {
+    "enable_return_indexer_topk": "0.5.12",
+    "dcp_size": "0.5.15",
+    "enable_unified_memory": "0.5.15",
+    "enable_page_major_kv_layout": "0.5.15",
+    "enable_dsa_cache_layer_split": "0.5.16",
+    "enable_kv_cache_sharding": "0.5.22",
+}
 
 
-def good_arguments() -> dict[str, Any]:
+def is_before(version: str, other: str) -> bool:
+    """Whether a supported release is older than another."""
+    return supported_versions().index(version) < supported_versions().index(other)
+
+
+def declared_arguments() -> set[str]:
+    """Fields of the installed SGLang's ``ServerArgs``, read in source."""
+    source = SourceTree.installed()
+    files = [source.file_of("sglang.srt.server_args"), *(source.root / "srt" / "arg_groups" / "fields").glob("*.py")]
+    classes = [
+        node
+        for file in files
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    ]
+    targets = [node.target for each in classes for node in each.body if isinstance(node, ast.AnnAssign)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def good_arguments(names: ArgumentNames = NAMES) -> dict[str, Any]:
     """Resolved server arguments of a supported prefill server."""
+    disabled = {phase: SimpleNamespace(backend="disabled") for phase in names.cuda_graph_phases}
+    if disabled:
+        graphs: dict[str, Any] = {"cuda_graph_config": SimpleNamespace(**disabled)}
+    else:
+        graphs = {
+            "disable_cuda_graph": True,
+            "disable_piecewise_cuda_graph": True,
+            "enforce_piecewise_cuda_graph": False,
+        }
     return {
+        **graphs,
         "device": "cuda",
         "tp_size": 8,
         "dp_size": 1,
         "attn_cp_size": 8,
         "pp_size": 1,
         "page_size": 64,
-        "enable_nsa_prefill_context_parallel": True,
-        "nsa_prefill_cp_mode": "in-seq-split",
-        "nsa_prefill_backend": "flashmla_sparse",
-        "nsa_decode_backend": "flashmla_kv",
+        names.prefill_cp: True,
+        names.cp_mode: names.in_seq_split,
+        names.prefill_backend: "flashmla_sparse",
+        names.decode_backend: "flashmla_kv",
         "kv_cache_dtype": "fp8_e4m3",
         "disaggregation_mode": "prefill",
         "disaggregation_transfer_backend": "mooncake",
         "chunked_prefill_size": 8192,
-        "disable_cuda_graph": True,
-        "disable_piecewise_cuda_graph": True,
-        "enforce_piecewise_cuda_graph": False,
         "nnodes": 1,
-        "attention_backend": "nsa",
+        "attention_backend": names.attention_backend,
         "prefill_attention_backend": None,
         "enable_return_routed_experts": False,
         "elastic_ep_backend": None,
@@ -56,7 +89,6 @@ def good_arguments() -> dict[str, Any]:
         "enable_pdmux": False,
         "enable_streaming_session": False,
         "enable_memory_saver": False,
-        "enable_return_indexer_topk": False,
         "use_ray": False,
     }
 
@@ -139,7 +171,10 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("indexer top-k capture", {"enable_return_indexer_topk": True}, "=True", "remove --enable-return-indexer-topk"),
     ("Ray", {"use_ray": True}, "use_ray=True", "remove --use-ray"),
     ("KV cache sharding of SGLang", {"enable_kv_cache_sharding": True}, "=True", "remove --enable-kv-cache-sharding"),
-    ("KV layer split", {"enable_kv_cache_layer_split": True}, "=True", "remove --enable-kv-cache-layer-split"),
+    ("KV layer split", {"enable_dsa_cache_layer_split": True}, "=True", "remove --enable-dsa-cache-layer-split"),
+    ("unified memory pool", {"enable_unified_memory": True}, "=True", "remove --enable-unified-memory"),
+    ("page-major KV", {"enable_page_major_kv_layout": True}, "=True", "remove --enable-page-major-kv-layout"),
+    ("dcp_size", {"dcp_size": 2}, "dcp_size=2", "remove --dcp-size"),
     (
         "staging buffer",
         {"environ": {ALL_RANKS: "1", "SGLANG_DISAGG_STAGING_BUFFER": "1"}},
@@ -218,7 +253,7 @@ class TestRules:
             ("staging buffer", {"environ": {ALL_RANKS: "1", "SGLANG_DISAGG_STAGING_BUFFER": "true"}}),
             ("streaming sessions", {"enable_streaming_session": True}),
             ("--pp-size", {"pp_size": 2}),
-            ("layer split", {"enable_kv_cache_layer_split": True}),
+            ("layer split", {"enable_dsa_cache_layer_split": True}),
             ("KV cache sharding", {"enable_kv_cache_sharding": True}),
             ("npu", {"device": "npu"}),
             ("speculative decoding", {"speculative_algorithm": "NEXTN"}),
@@ -273,25 +308,46 @@ class TestRules:
         refusals = Gate().refusals(facts(environ={ALL_RANKS: value}))
         assert [r.rule for r in refusals] == ([] if passes else ["all_cp_ranks_transfer"])
 
-    @pytest.mark.parametrize("version", ["0.5.12.post1"])
-    def test_every_argument_that_a_rule_reads_exists_in_the_release(self, version: str):
+    def test_every_argument_that_a_rule_reads_exists_in_the_installed_release(self):
         """A misspelt argument would read as absent, and the rule would never refuse anything."""
         read: set[str] = set()
+        good = good_arguments(installed().arguments)
 
         class Recorder:
             def __getattr__(self, name: str) -> Any:
                 read.add(name)
-                return good_arguments().get(name)
+                return good.get(name)
 
-        Gate().refusals(facts(fact={"arguments": Recorder(), "names": release_for(version).arguments}))
-        source = SourceTree.installed()
-        assert source.version == version
-        tree = ast.parse(source.file_of("sglang.srt.server_args").read_text(encoding="utf-8"))
-        server_args = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ServerArgs")
-        fields = [node.target for node in server_args.body if isinstance(node, ast.AnnAssign)]
-        declared = {target.id for target in fields if isinstance(target, ast.Name)}
-        assert read - LATER_ARGUMENTS <= declared
-        assert read >= set(good_arguments()) - {"speculative_algorithm"}
+        Gate().refusals(facts(fact={"arguments": Recorder(), "names": installed().arguments}))
+        later = {name for name, version in ARRIVED.items() if is_before(installed().version, version)}
+        assert read - declared_arguments() == later
+        assert read >= set(good) - {"speculative_algorithm"}
+
+    @pytest.mark.parametrize("version", ["0.5.11", "0.5.13", "0.5.14"])
+    def test_arguments_go_by_the_names_of_the_release(self, version: str):
+        names = release_for(version).arguments
+        arguments = good_arguments(names)
+        good = {"arguments": SimpleNamespace(**arguments), "names": names}
+        assert Gate().refusals(facts(fact=good)) == []
+        for field, flag in (
+            (names.prefill_cp, f"add {names.prefill_cp_flag}"),
+            (names.cp_mode, f"add {names.cp_mode_flag} {names.in_seq_split}"),
+            (names.prefill_backend, f"add {names.prefill_backend_flag} flashmla_sparse"),
+        ):
+            arguments_without = SimpleNamespace(**{**arguments, field: None})
+            refusals = Gate().refusals(facts(fact={"arguments": arguments_without, "names": names}))
+            assert [refusal.remedy for refusal in refusals] == [flag]
+            assert f"{field}=None" in refusals[0].found
+
+    @pytest.mark.parametrize("phase", ["prefill", "decode"])
+    def test_a_cuda_graph_of_either_phase_is_refused_where_phases_are_set_apart(self, phase: str):
+        names = release_for("0.5.14").arguments
+        arguments = SimpleNamespace(**good_arguments(names))
+        getattr(arguments.cuda_graph_config, phase).backend = "full"
+        refusals = Gate().refusals(facts(fact={"arguments": arguments, "names": names}))
+        assert [(refusal.rule, refusal.found) for refusal in refusals] == [
+            ("cuda_graph", f"cuda_graph_config: {phase} 'full'")
+        ]
 
 
 class TestMessages:
@@ -353,3 +409,28 @@ class TestExtensions:
         finally:
             manager.unregister(extension)
         assert gate.gate_with_extensions().refusals(facts()) == []
+
+    @pytest.mark.parametrize(
+        ("version", "change", "advice"),
+        [
+            ("0.5.15.post1", {"cp_strategy": "interleave"}, []),
+            ("0.5.16", {"cp_strategy": "interleave"}, ["--enable-dsa-cache-layer-split"]),
+            ("0.5.22", {"dsa_prefill_backend": "trtllm"}, ["--enable-dsa-cache-layer-split"]),
+            ("0.5.23", {"cp_strategy": "interleave"}, ["--enable-kv-cache-sharding", "--enable-dsa-cache-layer-split"]),
+            ("0.5.23", {"enable_kv_cache_sharding": True}, ["--enable-kv-cache-sharding", "--enable-dsa-cache-layer"]),
+            ("0.5.23", {"page_size": 32}, []),
+        ],
+    )
+    def test_sglangs_own_feature_is_named_where_it_would_serve_such_a_server(
+        self, version: str, change: dict[str, Any], advice: list[str]
+    ):
+        release = release_for(version)
+        arguments = SimpleNamespace(**{**good_arguments(release.arguments), **change})
+        with pytest.raises(GateError) as refused:
+            Gate().require(
+                facts(fact={"arguments": arguments, "names": release.arguments, "upstream": release.upstream})
+            )
+        assert len(refused.value.advice) == len(advice)
+        for flag, hint in zip(advice, refused.value.advice, strict=True):
+            assert flag in hint
+            assert f"\n  note: {hint}" in str(refused.value)

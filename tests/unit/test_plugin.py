@@ -24,7 +24,7 @@ from cp_shared_kv._version import __version__
 from cp_shared_kv.config import Decision
 from cp_shared_kv.divergence import CHECK_EVERY_ENV
 from cp_shared_kv.patches.arguments import DECISION_ATTRIBUTE, FLAG_ATTRIBUTE
-from cp_shared_kv.seams import SeamError
+from cp_shared_kv.seams import SeamError, SourceTree
 from cp_shared_kv_cpu import launch
 
 RELEASE = "0.5.12.post1"
@@ -248,14 +248,27 @@ class TestLoadStops:
             plugin.load()
             assert ("CP shared KV stays off" in caplog.text) == ("SGLANG_PLUGINS" in variables)
 
-    def test_the_flag_alone_stops_too_with_the_reason(self, monkeypatch: pytest.MonkeyPatch):
+    def test_an_unknown_release_is_refused_by_name_with_the_report_of_its_seams(self, monkeypatch: pytest.MonkeyPatch):
+        newer = SourceTree(SourceTree.installed().root, "9.9.9")
+        monkeypatch.setattr(SourceTree, "installed", classmethod(lambda cls: newer))
+        monkeypatch.setattr(plugin, "_argument_patches", None)
+        monkeypatch.setenv("CP_SHARED_KV", "1")
+        with pytest.raises(SystemExit) as stopped:
+            plugin.load()
+        message = str(stopped.value)
+        assert "SGLang 9.9.9 is not a supported release: supported are 0.5.11" in message
+        assert "\nSGLang 9.9.9, compared with the row of " in message
+        assert "\nverdict: refused, SGLang 9.9.9 is not a supported release" in message
+
+    @pytest.mark.parametrize("flag", config.FLAGS)
+    def test_the_flag_alone_stops_too_with_the_reason(self, monkeypatch: pytest.MonkeyPatch, flag: str):
         """SGLang's parser does not know the flag then, and would say no more than that."""
 
         def broken() -> None:
             raise SeamError(["SGLang 9.9 is not a supported release"])
 
         monkeypatch.setattr(plugin, "_patch_arguments", broken)
-        monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "m", config.FLAG])
+        monkeypatch.setattr(sys, "argv", ["launch_server", "--model-path", "m", flag])
         with pytest.raises(SystemExit, match=r"SGLang 9\.9 is not a supported release"):
             plugin.load()
 
@@ -286,7 +299,8 @@ class TestDecide:
                     raise state.refusal
 
         monkeypatch.setattr(plugin, "gate_with_extensions", Stand)
-        monkeypatch.setattr(plugin, "gather_facts", lambda server_args, names: None)
+        monkeypatch.setattr(plugin, "gather_facts", lambda server_args, release: None)
+        monkeypatch.setattr(plugin, "resolved_arguments", lambda server_args: server_args)
         return state
 
     def test_the_flag_against_a_switch_that_forbids_stops_with_both_named(
@@ -471,7 +485,8 @@ class TestAttestScheduler:
         monkeypatch.setattr(
             plugin, "gate_with_extensions", lambda: SimpleNamespace(require=lambda facts: state.asked.append("gate"))
         )
-        monkeypatch.setattr(plugin, "gather_facts", lambda server_args, names: None)
+        monkeypatch.setattr(plugin, "gather_facts", lambda server_args, release: None)
+        monkeypatch.setattr(plugin, "resolved_arguments", lambda server_args: server_args)
         return state
 
     def test_passes_where_environment_arguments_seams_and_gate_agree(self, patched: SimpleNamespace):

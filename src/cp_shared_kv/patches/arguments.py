@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from cp_shared_kv.config import FLAG, FLAG_DEST
+from cp_shared_kv.config import FLAG_DEST, FLAGS
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 
 #: Underscore attributes survive pickling and are allowed on sealed ``ServerArgs`` of later releases.
@@ -22,7 +22,7 @@ def _add_cli_args(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     result = wrapped(*args, **kwargs)
     parser: argparse.ArgumentParser = argument(args, kwargs, 0, "parser")
     parser.add_argument(
-        FLAG,
+        *FLAGS,
         dest=FLAG_DEST,
         action="store_true",
         default=False,
