@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 CP ?= 2
 
-.PHONY: help setup libraries demo test test-fast mutants soak bench lint clean
+.PHONY: help setup libraries demo test test-fast mutants soak bench matrix lint clean
 
 help: ## list the targets
 	@echo "Usage: make TARGET"
@@ -84,6 +84,9 @@ soak: setup ## 10 minutes of mixed traffic, every answer compared with stock; SO
 
 bench: setup ## ratios and counts with their budgets, in one table (about 8 minutes); BENCH_FLAGS="--only gather slopes"
 	@$(BIN)/python -m benchmarks $(BENCH_FLAGS)
+
+matrix: setup ## the tests on each release of SGLang, into docs/releases.md (hours); RELEASES="0.5.13 0.5.19" for some
+	@cd tests && ../$(BIN)/python -m matrix $(RELEASES) $(MATRIX_FLAGS)
 
 lint: setup ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .

@@ -59,7 +59,7 @@ def multiple(model: str, cp_size: int, context_len: int, dtype: str) -> tuple[fl
     runner.mambaish_config = None
     runner.spec_algorithm = SimpleNamespace(is_dflash=lambda: False)
     configurator = pool_configurator.DefaultPoolConfigurator(runner)
-    charge = workspace_bytes_for(runner)
+    charge = workspace_bytes_for(runner, cp_size)
     tokens = [configurator.calculate_pool_sizes(KV_GIB * GIB - paid, PAGE).max_total_num_tokens for paid in (0, charge)]
     return cp_size * tokens[1] / tokens[0], charge
 

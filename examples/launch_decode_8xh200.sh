@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Decode node for launch_prefill_8xh200.sh: stock SGLang 0.5.12.post1, DeepSeek-V3.2 on 8 H200.
+# Decode node for launch_prefill_8xh200.sh: stock SGLang 0.5.12, DeepSeek-V3.2 on 8 H200.
 #
 #   MODEL=/models/DeepSeek-V3.2 HOST=10.0.0.2 examples/launch_decode_8xh200.sh [further flags of SGLang]
 #

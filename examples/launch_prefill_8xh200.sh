@@ -3,7 +3,8 @@
 #
 #   MODEL=/models/DeepSeek-V3.2 HOST=10.0.0.1 examples/launch_prefill_8xh200.sh [further flags of SGLang]
 #
-# For SGLang 0.5.12.post1 with DeepEP and Mooncake installed, and this plugin in the same environment.
+# For SGLang 0.5.12 with DeepEP and Mooncake installed, and this plugin in the same environment; README.md has the
+# spellings of later releases.
 # Start launch_decode_8xh200.sh on the decode node and launch_router.sh anywhere. In the log, look for
 #   CP shared KV enabled. physical_tokens_per_rank=..., logical_tokens=<8 times that>, cp_size=8, ...
 set -euo pipefail

@@ -11,21 +11,25 @@ device. Nothing here depends on this rank's number: ranks that make the same cal
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from sglang.srt.mem_cache import allocator as stock
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.utils import next_power_of_2
 
 from cp_shared_kv.host_pages import NO_PAGES, Pages, to_device
 from cp_shared_kv.layout import DUMMY_PAGE, NO_OWNER, CpSharedKVLayout
+from cp_shared_kv.releases import symbol
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
+
+PagedTokenToKVPoolAllocator: Any = symbol("PagedTokenToKVPoolAllocator")
+#: Module of the stock allocator, which holds the kernels that it launches.
+stock: Any = sys.modules[PagedTokenToKVPoolAllocator.__module__]
 
 
 def _without_repeats(values: Pages) -> Pages:
@@ -193,7 +197,7 @@ class FreePages:
         return drawn
 
 
-class CPSharedPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
+class CPSharedPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """Paged allocator over the logical slots of one attention-CP group.
 
     Args:
@@ -279,8 +283,7 @@ class CPSharedPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
     def clear(self) -> None:
         """Free all pages."""
         self._pages.clear()
-        self.is_not_in_free_group = True
-        self.free_group: list[torch.Tensor] = []
+        self._freed_together: list[torch.Tensor] | None = None
         self._last_pages = None
         self._forget_drawn()
 
@@ -376,7 +379,7 @@ class CPSharedPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
         """
         if free_index.numel() == 0:
             return
-        if self.is_not_in_free_group:
+        if self._freed_together is None:
             pages = _pages_of(self._download(free_index), self.page_size)
             if pages[0] <= DUMMY_PAGE or pages[-1] > self.num_pages:
                 raise ValueError(
@@ -387,10 +390,39 @@ class CPSharedPagedTokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):
             else:
                 self._pages.put_first(pages)
         else:
-            self.free_group.append(free_index)
+            self._freed_together.append(free_index.clone())  # a view of rows that may be written before the group ends
         if self.debug_mode:
             free = self._pages.free
             assert len(np.unique(free)) == len(free)
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """Free the pages of a part of one request's slots; as free, but only a slot of each page is copied.
+
+        Args:
+            free_index: slots of positions that follow one another.
+            start_pos: position of the first one.
+        """
+        inside = -start_pos % self.page_size
+        heads = free_index[inside :: self.page_size]
+        self.free(torch.cat([free_index[:1], heads]) if inside else heads)
+
+    def free_page_ids(self, page_ids: torch.Tensor) -> None:
+        """Free pages."""
+        self.free(page_ids * self.page_size)
+
+    def free_group_begin(self) -> None:
+        """Keep what is freed from here on."""
+        self._freed_together = []
+
+    def free_group_end(self) -> None:
+        """Free what was kept, each page once."""
+        freed, self._freed_together = self._freed_together, None
+        if freed:
+            self.free(torch.cat(freed))
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        """Pages that nobody uses, int64 on the device (an upload: for checks)."""
+        return self._upload(np.concatenate([self._pages.free, self._pages.aside]))
 
     def _draw(
         self,

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cp_shared_kv.gate import RULES, Facts
-from cp_shared_kv.releases import Release, seam_eras, release_for, supported_versions
+from cp_shared_kv.releases import Release, release_for, seam_eras, supported_versions
 from cp_shared_kv.seams import PACKAGE, Resolution, SeamError, SourceTree, resolve
 
 
@@ -38,10 +38,14 @@ def open_source(path: Path | None) -> Iterator[SourceTree]:
         yield _source_in(path, path)
 
 
+def _may_hold_a_seam(name: str) -> bool:
+    return name.startswith((f"{PACKAGE}/srt/", f"{PACKAGE}/kernels/")) and name.endswith(".py")
+
+
 def _unpack(wheel: Path, directory: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            wanted = [name for name in archive.namelist() if name.endswith(".py") or ".dist-info/" in name]
+            wanted = [name for name in archive.namelist() if ".dist-info/" in name or _may_hold_a_seam(name)]
             archive.extractall(directory, wanted)
     except (OSError, zipfile.BadZipFile) as error:
         raise SeamError([f"{wheel} cannot be read as a wheel ({type(error).__name__}: {error})"]) from None
@@ -50,11 +54,7 @@ def _unpack(wheel: Path, directory: Path) -> None:
 def _source_in(directory: Path, named: Path) -> SourceTree:
     found = sorted(directory.glob(f"{PACKAGE}-*.dist-info"))
     if not (directory / PACKAGE).is_dir() or len(found) != 1:
-        raise SeamError(
-            [
-                f"{named} holds no SGLang: give a wheel, or the directory with {PACKAGE}/ and {PACKAGE}-VERSION.dist-info/"
-            ]
-        )
+        raise SeamError([f"{named} holds no SGLang: give a wheel, or the directory of {PACKAGE}/ and its .dist-info"])
     return SourceTree(directory / PACKAGE, found[0].name.removeprefix(f"{PACKAGE}-").removesuffix(".dist-info"))
 
 
@@ -143,6 +143,8 @@ class Comparison:
             f"gate: a prefill server needs {names.prefill_cp_flag} {names.cp_mode_flag} {names.in_seq_split} "
             f"{names.prefill_backend_flag} flashmla_sparse"
         )
+        if release.no_zigzag:
+            yield f"  - every prefill server is refused: {release.no_zigzag}"
         for name in self.missing_names:
             yield f"  - ServerArgs has no field {name}, so every server would be refused"
         if self.absent_arguments:
@@ -150,7 +152,7 @@ class Comparison:
         for hint in release.upstream:
             yield f"  note: {hint}"
         if self.ok:
-            yield "verdict: supported"
+            yield "verdict: supported" + (", on decode servers" if release.no_zigzag else "")
         elif not self.is_supported:
             yield (
                 f"verdict: refused, SGLang {self.source} is not a supported release "
@@ -171,6 +173,7 @@ class Comparison:
             "absent": dict(self.release.absent),
             "absent_arguments": list(self.absent_arguments),
             "missing_names": list(self.missing_names),
+            "no_zigzag": self.release.no_zigzag,
         }
 
 

@@ -39,6 +39,7 @@ class Facts:
         has_mooncake: whether the ``mooncake`` package can be imported.
         devices: accepted values of ``--device``.
         transfer_backends: accepted values of ``--disaggregation-transfer-backend``.
+        no_zigzag: why this release cannot run these models in-seq-split at all, None where it can.
         upstream: SGLang's own alternatives in this release, a sentence each.
     """
 
@@ -53,6 +54,7 @@ class Facts:
     has_mooncake: bool = True
     devices: Sequence[str] = ("cuda",)
     transfer_backends: Sequence[str] = ("mooncake",)
+    no_zigzag: str | None = None
     upstream: Sequence[str] = ()
 
     def arg(self, name: str, default: Any = None) -> Any:
@@ -207,6 +209,12 @@ RULES: tuple[Rule, ...] = (
         lambda f: _unless(bool(f.arg(f.names.prefill_cp)), f"{f.names.prefill_cp}={f.arg(f.names.prefill_cp)!r}"),
         "prefill context parallelism",
         lambda f: f"add {f.names.prefill_cp_flag}",
+    ),
+    Rule(
+        "zigzag",
+        lambda f: f.no_zigzag,
+        "an SGLang release that runs these models in-seq-split (zigzag)",
+        "install SGLang 0.5.19 or older on the prefill side, or turn CP shared KV off",
     ),
     Rule(
         "cp_mode",
@@ -382,7 +390,9 @@ RULES: tuple[Rule, ...] = (
 
 
 #: Rules that an interleaved split, the trtllm backends or SGLang's own sharding run into.
-UPSTREAM_TERRITORY = frozenset({"cp_mode", "prefill_backend", "KV cache sharding of SGLang", "KV layer split"})
+UPSTREAM_TERRITORY = frozenset(
+    {"zigzag", "cp_mode", "prefill_backend", "KV cache sharding of SGLang", "KV layer split"}
+)
 
 
 @dataclass
@@ -435,6 +445,7 @@ def gather_facts(server_args: Any, release: Release, environ: Mapping[str, str] 
         has_mooncake=importlib.util.find_spec("mooncake") is not None,
         devices=("cuda", *(device for devices in hooks.cp_shared_kv_devices() for device in devices)),
         transfer_backends=("mooncake", *(b for names_ in hooks.cp_shared_kv_transfer_backends() for b in names_)),
+        no_zigzag=release.no_zigzag,
         upstream=release.upstream,
     )
 

@@ -1,6 +1,6 @@
 """The KV pool of one rank: it keeps owned pages and shows the stock kernels a dense workspace.
 
-The stock accessors and writers index ``kv_buffer`` and ``index_k_with_scale_buffer``, one entry a layer. Here every
+The stock accessors and writers index ``kv_buffer`` and the index-K buffers, one entry a layer. Here every
 entry of both lists is the workspace, so whatever stock code reads or writes by slot, it reads and writes there, and the
 persistent tensors are out of its reach. Per layer the order is: gather the prefix pages into the workspace, let stock
 code write the chunk over it (with its own quantisation), copy the owned pages, as bytes, into the persistent tensors.
@@ -13,6 +13,7 @@ is stamped with the layer it holds, and a read of any other is an error.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
-from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
 
 from cp_shared_kv.collectives import PageGather, page_rows
 from cp_shared_kv.divergence import DivergenceGuard
@@ -30,6 +30,9 @@ from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.plan import ForwardPlan, build_plan
 from cp_shared_kv.prefetch import LayerPrefetch, workspace_count
+from cp_shared_kv.releases import installed, symbol
+
+NSATokenToKVPool: Any = symbol("NSATokenToKVPool")
 
 
 class SharedPoolError(RuntimeError):
@@ -51,8 +54,13 @@ class _Store:
     holds: list[int | None]
 
     def rows_for(self, layer: int) -> torch.Tensor:
-        """Rows of the workspace that a layer uses."""
+        """Rows of the workspace that a layer uses, in the plan's order, without the trash page."""
         return self.workspace_rows[layer % len(self.workspaces)]
+
+
+#: First slot of the trash page, as stock code sees it: page 0, which stock writes nothing to that is ever read, and its
+#: later kernels nothing at all. The plan has that page last, so its other pages are seen one further on.
+TRASH_SLOT = 0
 
 
 class ActivePlan:
@@ -64,8 +72,8 @@ class ActivePlan:
         device: the pool's device.
 
     Attributes:
-        page_table: workspace page of each page position, int32 ``(batch, pages)``.
-        own_workspace, own_physical: pages that this rank copies from its pool into the workspace, int64.
+        page_table: workspace page of each page position, as stock code sees it, int32 ``(batch, pages)``.
+        own_workspace, own_physical: pages that this rank copies from its pool into the plan's workspace, int64.
         keep_workspace, keep_physical: owned pages that were written and where they are kept, int64.
         write_slots: workspace slot of each row of the chunk, int64; set by :meth:`token_slots`.
     """
@@ -84,14 +92,9 @@ class ActivePlan:
         self.own_workspace, self.own_physical, self.keep_workspace, self.keep_physical, spans_packed = packed.split(
             [len(part) for part in parts]
         )
-        self.page_table = to_device(plan.tables, device)
+        self.page_table = to_device((plan.tables + np.int32(1)) % np.int32(plan.trash_page + 1), device)
         self._spans = spans_packed.view(3, batch)
         self.write_slots: torch.Tensor | None = None
-
-    @property
-    def trash_slot(self) -> int:
-        """First slot of the trash page."""
-        return self.plan.trash_page * self.page_size
 
     def token_slots(self, width: int, rows: int) -> torch.Tensor:
         """Workspace slots of token positions; also fixes where the chunk's rows go.
@@ -110,7 +113,7 @@ class ActivePlan:
         if tokens > rows:
             raise SharedPoolError(f"the chunk has {tokens} tokens but only {rows} rows are written")
         slots, self.write_slots = expand_page_table(
-            self.page_table, self._spans, self.page_size, width, rows, self.trash_slot
+            self.page_table, self._spans, self.page_size, width, rows, TRASH_SLOT
         )
         return slots
 
@@ -133,6 +136,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
     size: int
     kv_buffer: list[torch.Tensor]
     index_k_with_scale_buffer: list[torch.Tensor]
+    index_key_cache: Any
 
     @classmethod
     def adopt(
@@ -158,7 +162,8 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             ValueError: its page size differs from the layout's.
         """
         if type(stock) is not NSATokenToKVPool:
-            raise TypeError(f"CP shared KV can adopt only the stock NSATokenToKVPool, got {type(stock).__name__}")
+            wanted = NSATokenToKVPool.__name__
+            raise TypeError(f"CP shared KV can adopt only the stock {wanted}, got {type(stock).__name__}")
         if stock.page_size != layout.page_size:
             raise ValueError(f"the pool has page size {stock.page_size}, the layout {layout.page_size}")
         pool = cls.__new__(cls)
@@ -171,6 +176,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         self.workspace_page_count = workspace_pages
         self._gather = gather
         self._active: ActivePlan | None = None
+        self._storing_index_k = False
         #: Set by who builds the pool for a running server.
         self.divergence_guard: DivergenceGuard | None = None
         self.page_check: PageCheck | None = None
@@ -178,13 +184,17 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         self.physical_size = self.size
         self.size = self.physical_size * layout.cp_size
         depth = workspace_count(prefetch)
+        if installed().index_key_cache:
+            self.index_key_cache = copy.copy(self.index_key_cache)
+            self.index_key_cache.pool = self
         kv, index = self.kv_buffer, self.index_k_with_scale_buffer
         kv_workspaces = [kv[0].new_zeros((workspace_pages * self.page_size, *kv[0].shape[1:])) for _ in range(depth)]
         index_workspaces = [index[0].new_zeros((workspace_pages, *index[0].shape[1:])) for _ in range(depth)]
         self._kv = self._make_store("MLA KV", kv, kv_workspaces)
         self._index = self._make_store("index-K", index, index_workspaces)
         self.kv_buffer = [kv_workspaces[i % depth] for i in range(self.layer_num)]
-        self.index_k_with_scale_buffer = [index_workspaces[i % depth] for i in range(self.layer_num)]
+        # Layers that take over another's selection have no index-K: no rows, which stays so.
+        self._show_index_k([index_workspaces[i % depth] if len(index[i]) else index[i] for i in range(self.layer_num)])
         # A layer needs its index-K first.
         stores = {store.name: store for store in (self._index, self._kv)}
         streams = torch.get_device_module(self.device) if prefetch else None
@@ -195,10 +205,17 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             streams,
         )
 
+    def _show_index_k(self, buffers: list[torch.Tensor]) -> None:
+        """Have stock code find these index-K buffers."""
+        if installed().index_key_cache:
+            self.index_key_cache.buffer = buffers
+        else:
+            self.index_k_with_scale_buffer = buffers
+
     def _make_store(self, name: str, layers: list[torch.Tensor], workspaces: list[torch.Tensor]) -> _Store:
         pages = self.physical_size // self.page_size + 1
-        rows = [page_rows(buffer, pages) for buffer in layers]
-        workspace_rows = [page_rows(workspace, self.workspace_page_count) for workspace in workspaces]
+        workspace_rows = [page_rows(workspace, self.workspace_page_count)[1:] for workspace in workspaces]
+        rows = [page_rows(buffer, pages) if len(buffer) else workspace_rows[0][:0] for buffer in layers]
         return _Store(name, layers, rows, workspaces, workspace_rows, [None] * len(workspaces))
 
     @property
@@ -231,8 +248,11 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         if self.physical_size < self.page_size:
             return
         pages = np.arange(1, self.layout.cp_size + 1)  # physical page 1 of each rank
-        layers = sorted({0, self.layer_num - 1})
-        checks = [(store, layer) for layer in layers for store in (self._index, self._kv)]
+        stores = (self._index, self._kv)
+        kept = {store.name: [i for i, rows in enumerate(store.layer_rows) if len(rows)] for store in stores}
+        ends = {(store.name, layer) for store in stores for layer in (kept[store.name][0], kept[store.name][-1])}
+        layers = sorted({layer for _, layer in ends})
+        checks = [(store, layer) for layer in layers for store in stores if (store.name, layer) in ends]
         held = [store.layer_rows[layer][1].clone() for store, layer in checks]
         counted = COUNTERS.snapshot()
         try:
@@ -273,7 +293,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             )
 
     def _begin_known_pages(self, pages: np.ndarray, read: bool) -> torch.Tensor:
-        """Begin a forward that reads or writes one whole page of each rank; their places in the workspace, int64."""
+        """Begin a forward that reads or writes one whole page of each rank; their places in the plan, int64."""
         tokens = len(pages) * self.page_size
         plan = build_plan(self.layout, pages[None], [tokens * read], [tokens], self.workspace_page_count)
         if plan.gathered_pages != len(pages) * read:  # a collective call of another size than the other ranks' hangs
@@ -281,7 +301,8 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
                 f"CP shared KV self-check failed on attention-CP rank {self.layout.cp_rank}: pages {pages.tolist()} of "
                 f"the pool have the owners {self.layout.owner_for_logical_pages_np(pages).tolist()}"
             )
-        return self.begin_forward(plan).page_table[0, : len(pages)].long()
+        self.begin_forward(plan)
+        return to_device(plan.tables[0, : len(pages)].astype(np.int64), self.device)
 
     def _known_pages(self, store: _Store, layer: int, pages: np.ndarray) -> torch.Tensor:
         """Rows that tell store, page, layer and place: ``(pages, n)``, as the store's rows are."""
@@ -366,11 +387,11 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
 
     # The two write points; every rank reaches both, so both may communicate.
 
-    def set_mla_kv_buffer(
-        self, layer: Any, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
-    ) -> None:
+    def set_mla_kv_buffer(self, layer: Any, loc: Any, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor) -> None:
         """Stock write of one layer's MLA KV, with the gather before it and the keeping after it."""
-        slots = self._write_slots(loc.shape[0], f"write of MLA KV of layer {layer.layer_id}")
+        unwrap = symbol("unwrap_write_loc")
+        rows = len(loc if unwrap is None else unwrap(loc)[0])
+        slots = self._write_slots(rows, f"write of MLA KV of layer {layer.layer_id}")
         self._load(self._kv, layer.layer_id)
         super().set_mla_kv_buffer(layer, slots, cache_k_nope, cache_k_rope)
         self._keep(self._kv, layer.layer_id)
@@ -387,8 +408,15 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
             the workspace slots to store them at, int64 ``(rows,)``.
         """
         slots = self._write_slots(rows, f"write of index-K of layer {layer_id}")
+        if self._storing_index_k:  # one of stock's stores calls another
+            yield slots
+            return
         self._load(self._index, layer_id)
-        yield slots
+        self._storing_index_k = True
+        try:
+            yield slots
+        finally:
+            self._storing_index_k = False
         self._keep(self._index, layer_id)
 
     # Reads: stock code on the workspace, once it is known to hold the layer.
@@ -425,12 +453,14 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
 
     @contextmanager
     def _persistent(self) -> Iterator[None]:
-        shown = self.kv_buffer, self.index_k_with_scale_buffer
-        self.kv_buffer, self.index_k_with_scale_buffer = self._kv.layers, self._index.layers
+        kv, index_k = self.kv_buffer, self.index_k_with_scale_buffer
+        self.kv_buffer = self._kv.layers
+        self._show_index_k(self._index.layers)
         try:
             yield
         finally:
-            self.kv_buffer, self.index_k_with_scale_buffer = shown
+            self.kv_buffer = kv
+            self._show_index_k(index_k)
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         with self._persistent():
@@ -458,6 +488,9 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
 
     def get_mla_kv_buffer(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("get_mla_kv_buffer (a read by logical slot)")
+
+    def move_kv_cache(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("move_kv_cache (a move between logical slots)")
 
     def get_cpu_copy(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("get_cpu_copy (offload of KV to the host)")

@@ -33,13 +33,15 @@ class TransferThread:
         self._writes: list[concurrent.futures.Future[Any]] = []
 
     def get(self) -> Any:
-        """Next chunk to write; the thread is done with the one before."""
+        """Next chunk to write, None to end the thread; the thread is done with the one before."""
         while True:
             self.finish()
             with self._queue._cond:
                 while not self._queue._buf:
                     self._queue._cond.wait()
                 chunk = self._queue._buf.popleft()
+                if chunk is None:
+                    return None
                 self.room = chunk.room  # under the lock: a chunk is in the queue or with the thread, never neither
             # A chunk after one that failed would have stock report success.
             if not self._is_over(chunk.room):
@@ -64,7 +66,7 @@ class TransferThread:
             whether the thread is done with the room, so that no write for it can follow.
         """
         with self._queue._cond:
-            kept = [chunk for chunk in self._queue._buf if chunk.room != room]
+            kept = [chunk for chunk in self._queue._buf if chunk is None or chunk.room != room]
             if len(kept) < len(self._queue._buf):
                 self._queue._buf.clear()
                 self._queue._buf.extend(kept)
@@ -91,9 +93,10 @@ class Announcements(dict[int, dict[str, Any]]):
         self[room] = infos
         return infos
 
-    def pop(self, room: int, *default: Any) -> Any:
+    def pop(self, room: int, default: Any = None) -> Any:
+        """Take a room away, if it is there: SGLang's transfer thread and its scheduler both do so at the end."""
         self._since.pop(room, None)
-        return super().pop(room, *default)
+        return super().pop(room, default)
 
     def since(self, room: int) -> float:
         """``time.monotonic()`` of decode's first announcement for a room; now where there is none."""
@@ -101,12 +104,17 @@ class Announcements(dict[int, dict[str, Any]]):
 
 
 class Statuses(dict[int, int]):
-    """SGLang's ``request_status``, room -> ``KVPoll``, in which a missing room reads as bootstrapping.
+    """SGLang's ``request_status``, room -> ``KVPoll``, in which a missing room reads as bootstrapping and cannot fail.
 
-    Stock looks a room up after it has seen that it is there; one that ends in between would end that thread.
+    Stock looks a room up after it has seen that it is there; one that ends in between would end that thread. And a
+    failure that is noted late must not bring a request back that is over.
     """
 
-    BOOTSTRAPPING = 1
+    FAILED, BOOTSTRAPPING = 0, 1
+
+    def __setitem__(self, room: int, status: int) -> None:
+        if status != self.FAILED or room in self:
+            super().__setitem__(room, status)
 
     def __missing__(self, room: int) -> int:
         return self.BOOTSTRAPPING

@@ -13,6 +13,7 @@ positions count from the request's first page.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,28 +90,35 @@ def split_state(
     return physical, np.asarray(destination, dtype=np.int32)[positions].tolist()
 
 
+@dataclass(frozen=True)
+class Destination:
+    """What one decode rank registered for a request: so many KV pages, and so many of each state component."""
+
+    kv_pages: int
+    state_pages: Sequence[int]
+
+
 def chunk_problem(
-    kv_stop: int, state_pages: Sequence[npt.NDArray[np.integer] | None], destinations: Iterable[Any]
+    kv_stop: int, state_pages: Sequence[npt.NDArray[np.integer] | None], destinations: Iterable[Destination]
 ) -> str | None:
     """Why a chunk must not be sent, or None.
 
     Args:
         kv_stop: position one past the chunk's last KV page.
         state_pages: pages of each state component, None where a component sends nothing; empty before the last chunk.
-        destinations: decode's answers for the request; of each, ``is_dummy``, ``dst_kv_indices`` and
-            ``dst_state_indices`` are used (``TransferInfo`` of SGLang's Mooncake backend).
+        destinations: what the request's decode ranks registered for it.
     """
     for destination in destinations:
-        if destination.is_dummy:
-            continue
-        pages = len(destination.dst_kv_indices)
-        if kv_stop > pages:
-            return f"KV pages up to position {kv_stop - 1} are to be sent but decode registered {pages} pages"
+        if kv_stop > destination.kv_pages:
+            return (
+                f"KV pages up to position {kv_stop - 1} are to be sent but decode registered "
+                f"{destination.kv_pages} pages"
+            )
         for component, source in enumerate(state_pages):
             if source is None:
                 continue
-            given = destination.dst_state_indices
-            wanted = len(given[component]) if component < len(given) else 0
+            given = destination.state_pages
+            wanted = given[component] if component < len(given) else 0
             if len(source) != wanted:
                 return f"{len(source)} index-K pages are to be sent but decode registered {wanted}"
     return None

@@ -14,7 +14,6 @@ import logging
 import os
 
 PLUGIN_NAME = "cp_shared_kv_cpu"
-SUPPORTED_SGLANG = ("0.5.12.post1",)
 
 logger = logging.getLogger(__name__)
 _active = False

@@ -8,6 +8,7 @@ False: SGLang must keep choosing its CPU engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ def install() -> None:
         "get_device_capability": lambda *args, **kwargs: DEVICE_CAPABILITY,
         "current_device": lambda: "cpu",
         "mem_get_info": lambda *args, **kwargs: (FREE_BYTES, TOTAL_BYTES),
+        "get_device_properties": lambda *args, **kwargs: SimpleNamespace(total_memory=TOTAL_BYTES),
         "synchronize": _nothing,
         "empty_cache": _nothing,
         "Stream": torch.cpu.Stream,

@@ -6,15 +6,26 @@ and wherever SGLang has imported it by name, and a seam that is gone raises ``Se
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
 import torch
 
-from . import kernels, triton_twins
-from .seams import owner_of, replace
+from . import indexer_fusion, kernels, triton_twins
+from .releases import Row, installed_row
+from .seams import owner_of, replace, replace_everywhere
+from .stubs import stand_in_for
 
-_INDEXER = "sglang.srt.layers.attention.nsa.nsa_indexer"
+_VENDOR_KERNELS = (
+    kernels.flash_mla_sparse_fwd,
+    kernels.flash_mla_with_kvcache,
+    kernels.get_mla_metadata,
+    kernels.hadamard_transform,
+    kernels.plan_topk_v2,
+    kernels.topk_transform_paged_v2,
+    kernels.topk_transform_ragged_v2,
+)
 _PARALLEL = "sglang.srt.distributed.parallel_state"
 
 
@@ -27,20 +38,6 @@ def fused_store_enabled() -> bool:
     return os.environ.get("CP_SHARED_KV_CPU_FUSED_STORE", "1") == "1"
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, is_neox_style: bool) -> torch.Tensor:
-    """Rotary embedding of x (tokens, heads, dim) or (tokens, dim) by cos, sin (tokens, rotary_dim / 2) fp32.
-
-    Computed in fp32 and returned in x's dtype and shape; values beyond rotary_dim pass through.
-    """
-    y = x.reshape(x.shape[0], -1, x.shape[-1]).float()
-    cos, sin = cos[:, None], sin[:, None]
-    turning, passing = y[..., :rotary_dim], y[..., rotary_dim:]
-    a, b = turning.chunk(2, -1) if is_neox_style else (turning[..., ::2], turning[..., 1::2])
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    turning = torch.cat(turned, -1) if is_neox_style else torch.stack(turned, -1).flatten(-2)
-    return torch.cat([turning, passing], -1).to(x.dtype).view(x.shape)
-
-
 def _rope_forward(
     self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, offsets: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,14 +45,25 @@ def _rope_forward(
     positions = positions if offsets is None else positions + offsets
     cos, sin = self.cos_sin_cache[positions.flatten()].float().chunk(2, -1)
     return (
-        rotate(query, cos, sin, self.rotary_dim, self.is_neox_style),
-        rotate(key, cos, sin, self.rotary_dim, self.is_neox_style),
+        kernels.rotate(query, cos, sin, self.rotary_dim, self.is_neox_style),
+        kernels.rotate(key, cos, sin, self.rotary_dim, self.is_neox_style),
     )
 
 
 def _head_gate(self: Any, x: torch.Tensor) -> torch.Tensor:
     """bf16 x (tokens, hidden) times weights_proj with an fp32 result; torch.mm has no out_dtype on a CPU."""
     return x.float() @ self.weights_proj.weight.float().t()
+
+
+class OnDeviceZero(torch.Tensor):
+    """A CPU tensor that names its device with an index, as every CUDA tensor does; results are plain tensors."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The CPU as device 0."""
+        return torch.device("cpu", 0)
 
 
 # Delegates rather than copies of the methods, so that whoever patches those methods later is still called.
@@ -76,20 +84,46 @@ def _reduce_scatter_directly(self: Any, output: torch.Tensor, input: torch.Tenso
     self._reduce_scatter_tensor(output, input)
 
 
-def _install_indexer() -> None:
+def _install_indexer(row: Row) -> None:
     """The NSA indexer runs its CUDA branch, with the references in place of the kernels."""
     import deep_gemm  # the stand-in, see stubs.py
 
-    replace("sglang.jit_kernel.hadamard", "hadamard_transform", kernels.hadamard_transform)
-    replace(_INDEXER, "_is_cuda", True)
-    # Not a seam to check: stock assigns it only when it finds CUDA at import.
-    owner_of(_INDEXER).deep_gemm = deep_gemm
-    replace(f"{_INDEXER}:Indexer", "forward_native", _forward_as_cuda)
-    replace(f"{_INDEXER}:Indexer", "_weights_proj_bf16_in_fp32_out", _head_gate)
     fused = fused_store_enabled()
-    for module in ("sglang.jit_kernel.fused_store_index_cache", _INDEXER):
-        replace(module, "can_use_nsa_fused_store", lambda *args, **kwargs: fused)
-        replace(module, "fused_store_index_k_cache", triton_twins.fused_store_index_k_cache)
+    replace_everywhere(row.places["fused_store_index_k_cache"], triton_twins.fused_store_index_k_cache)
+    replace_everywhere(row.places["can_fuse_store"], lambda *args, **kwargs: fused)
+    for kernel in _VENDOR_KERNELS:
+        if kernel.__name__ in row.places:
+            replace_everywhere(row.places[kernel.__name__], kernel)
+    replace(row.indexer, "_is_cuda", True)
+    replace(f"{row.indexer}:Indexer", "forward_native", _forward_as_cuda)
+    replace(f"{row.indexer}:Indexer", "_weights_proj_bf16_in_fp32_out", _head_gate)
+    # Not seams to check: stock assigns these only when it finds CUDA at import.
+    indexer = owner_of(row.indexer)
+    indexer.deep_gemm = deep_gemm
+    for name in row.cuda_imports:
+        setattr(indexer, name, getattr(indexer_fusion, name))
+    if row.indexed_device:
+        _give_queries_a_device_index(indexer.Indexer)
+
+
+def _give_queries_a_device_index(indexer: Any) -> None:
+    """Have ``Indexer._get_topk_ragged``, which budgets memory by device, find an index on the device of its queries."""
+    stock = indexer._get_topk_ragged
+
+    @functools.wraps(stock)
+    def get_topk_ragged(
+        self: Any,
+        enable_dual_stream: bool,
+        forward_batch: Any,
+        layer_id: int,
+        q_fp8: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        queries = q_fp8.as_subclass(OnDeviceZero)
+        return stock(self, enable_dual_stream, forward_batch, layer_id, queries, *rest, **named)
+
+    indexer._get_topk_ragged = get_topk_ragged
 
 
 def _install_collectives() -> None:
@@ -107,13 +141,16 @@ def _install_collectives() -> None:
 
 def install() -> None:
     """Replace every seam. Imports the SGLang modules that hold them; raises SeamError when one has moved."""
-    _install_indexer()
+    row = installed_row()
+    stand_in_for(row.unimportable)
+    _install_indexer(row)
     _install_collectives()
     replace(
         "sglang.srt.layers.rotary_embedding.rope_variant:DeepseekScalingRotaryEmbedding",
         "forward_native",
         _rope_forward,
     )
+    for module in row.cpu_branches:
+        replace(module, "_is_cpu", False)
     # The capability says Hopper, where SGLang would launch kernels with programmatic dependent launch.
-    for module in ("sglang.jit_kernel.utils", "sglang.srt.mem_cache.utils"):
-        replace(module, "is_arch_support_pdl", lambda: False)
+    replace_everywhere(row.places["is_arch_support_pdl"], lambda: False)

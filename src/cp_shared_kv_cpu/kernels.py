@@ -53,8 +53,8 @@ def fp8_mqa_logits(
     """deep_gemm.fp8_mqa_logits: indexer scores against contiguous keys.
 
     q (S, H, 128) fp8; kv = keys (K, 128) fp8 and scales (K,) fp32; weights (S, H) fp32; start and end (S,) int32.
-    Returns (S, K) fp32. Cells outside [start, end) are -inf with clean_logits, else unspecified (here NaN).
-    Raises ValueError when an end lies beyond K.
+    Returns (S, K) fp32, rows 16 bytes aligned. Cells outside [start, end) are -inf with clean_logits, else unspecified
+    (here NaN). Raises ValueError when an end lies beyond K.
     """
     k, scale = kv
     if len(cu_seq_len_k_end) and int(cu_seq_len_k_end.max()) > k.shape[0]:
@@ -62,7 +62,8 @@ def fp8_mqa_logits(
     logits = _mqa_logits(q, k, scale.view(-1), weights)
     column = torch.arange(k.shape[0])
     outside = (column < cu_seq_len_k_start[:, None]) | (column >= cu_seq_len_k_end[:, None])
-    return logits.masked_fill_(outside, float("-inf") if clean_logits else float("nan"))
+    logits.masked_fill_(outside, float("-inf") if clean_logits else float("nan"))
+    return torch.nn.functional.pad(logits, (0, -logits.shape[1] % 4), value=float("nan"))[:, : logits.shape[1]]
 
 
 def split_index_page(pages: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,20 +194,88 @@ def fast_topk_transform_ragged_fused(
     return torch.where(positions >= 0, positions + offset, -1).int()
 
 
+# ---------------------------------------------------------------------------------------------- SGLang's JIT top-k
+
+
+def plan_topk_v2(seq_lens: torch.Tensor, static_threshold: int = 0, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """plan_topk_v2 of SGLang: a schedule (B + 1, 2) in the dtype of seq_lens, that the reference ignores."""
+    return seq_lens.new_zeros(seq_lens.shape[0] + 1, 2) if out is None else out.zero_()
+
+
+def _check_scores(scores: torch.Tensor) -> None:
+    """Raise ValueError where the kernels could not read ``scores``."""
+    if scores.dtype != torch.float32 or scores.stride(1) != 1 or scores.stride(0) % 4:
+        raise ValueError(f"top-k: fp32 scores in rows of 16 bytes are read, not {scores.dtype} {scores.stride()}")
+
+
+def topk_transform_paged_v2(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    page_tables: torch.Tensor,
+    out_page_indices: torch.Tensor,
+    page_size: int,
+    metadata: torch.Tensor,
+) -> None:
+    """topk_transform_paged_v2 of SGLang: the best positions of each row, looked up in the row's page table.
+
+    scores (B, L) fp32; seq_lens (B,); page_tables (B, pages) int32; fills out_page_indices (B, topk) int32 with slots
+    ``page * page_size + offset``, padded with -1. Raises ValueError for a negative length, mismatched sizes and scores
+    that the kernel could not read.
+    """
+    _check_scores(scores)
+    if len(page_tables) != len(scores) or len(metadata) != len(scores) + 1 or bool((seq_lens < 0).any()):
+        raise ValueError(f"top-k: {len(scores)} rows, {len(page_tables)} of pages, plan {len(metadata)}, {seq_lens}")
+    positions = _topk_rows(scores, seq_lens, out_page_indices.shape[1], None)
+    page = positions.clamp(min=0) // page_size
+    known = (positions >= 0) & (page < page_tables.shape[1])
+    pages = torch.gather(page_tables.long(), 1, page.clamp(max=page_tables.shape[1] - 1))
+    out_page_indices.copy_(torch.where(known, pages * page_size + positions % page_size, -1))
+
+
+def topk_transform_ragged_v2(
+    scores: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    out_offsets: torch.Tensor,
+    out_indices: torch.Tensor,
+    row_starts: torch.Tensor | None = None,
+) -> None:
+    """topk_transform_ragged_v2 of SGLang: ``fast_topk_transform_ragged_fused`` into out_indices (B, topk) int32.
+
+    Raises ValueError for a negative length, mismatched sizes and scores that the kernel could not read.
+    """
+    _check_scores(scores)
+    if bool((seq_lens < 0).any()):
+        raise ValueError(f"top-k: negative length in {seq_lens}")
+    topk = out_indices.shape[1]
+    out_indices.copy_(fast_topk_transform_ragged_fused(scores, seq_lens, out_offsets, topk, row_starts))
+
+
 # ---------------------------------------------------------------------------------------------- FlashMLA
 
 
 def flash_mla_sparse_fwd(
-    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = 512
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: None = None,
+    topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """sgl_kernel.flash_mla.flash_mla_sparse_fwd: attention of each query over its own list of tokens.
 
     q (S, H, D) bf16; kv (T, 1, D) bf16, its first d_v values are the value; indices (S, 1, topk) int32, where -1 and
-    anything outside [0, T) is ignored. Returns out (S, H, d_v) in q's dtype, max_logits (S, H) and lse (S, H) fp32.
-    A query without a valid index has out 0 and lse +inf.
+    anything outside [0, T) is ignored, and so is what lies beyond topk_length (S,), if given, in a row.
+    Returns out (S, H, d_v) in q's dtype, max_logits (S, H) and lse (S, H) fp32. A query without a valid index has out 0
+    and lse +inf. Raises ValueError for an attention sink, which no NSA model has.
     """
+    if attn_sink is not None:
+        raise ValueError("flash_mla_sparse_fwd: the reference knows no attention sink")
     rows, heads, dim = q.shape
     indices = indices.reshape(rows, -1).long()
+    if topk_length is not None:
+        indices = indices.masked_fill(torch.arange(indices.shape[1]) >= topk_length.view(rows, 1), -1)
     tokens = kv.reshape(-1, dim)
     out = torch.zeros(rows, heads, d_v)
     max_logits = torch.empty(rows, heads)
@@ -258,16 +327,20 @@ def flash_mla_with_kvcache(
     causal: bool = False,
     is_fp8_kvcache: bool = False,
     indices: torch.Tensor | None = None,
+    kv_format: str = "V32",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """sgl_kernel.flash_mla.flash_mla_with_kvcache, its sparse form: attention over listed slots of a paged cache.
 
     q (B, S, H, 576) bf16; k_cache (pages, page_size, 1, 656) fp8 or (.., 576) bf16; indices (B, S, topk) int32, token
     slots (page * page_size + offset), anything outside the cache ignored. block_table, cache_seqlens and the schedule
     are not read in sparse mode. Returns out (B, S, H, head_dim_v) in q's dtype and lse (B, H, S) fp32.
-    Raises ValueError without indices or for causal, which the sparse kernel refuses.
+    Raises ValueError without indices, for causal, which the sparse kernel refuses, and for another layout than that of
+    V3.2, the 656 bytes above.
     """
-    if indices is None or causal:
-        raise ValueError("flash_mla_with_kvcache: the reference covers sparse attention only (indices, not causal)")
+    if indices is None or causal or kv_format != "V32":
+        raise ValueError(
+            "flash_mla_with_kvcache: the reference covers sparse attention only (indices, not causal, V32)"
+        )
     batch, length, heads, dim = q.shape
     slots = k_cache.reshape(-1, k_cache.shape[-1])
     picked = indices.reshape(batch * length, -1).long()
@@ -304,3 +377,20 @@ def hadamard_transform(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         y = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).view(-1, n)
         half *= 2
     return (y * scale).to(x.dtype).view(x.shape)
+
+
+# ---------------------------------------------------------------------------------------------- rotary embedding
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, is_neox_style: bool) -> torch.Tensor:
+    """Rotary embedding of x (tokens, heads, dim) or (tokens, dim) by cos, sin (tokens, rotary_dim / 2) fp32.
+
+    Computed in fp32 and returned in x's dtype and shape; values beyond rotary_dim pass through.
+    """
+    y = x.reshape(x.shape[0], -1, x.shape[-1]).float()
+    cos, sin = cos[:, None], sin[:, None]
+    turning, passing = y[..., :rotary_dim], y[..., rotary_dim:]
+    a, b = turning.chunk(2, -1) if is_neox_style else (turning[..., ::2], turning[..., 1::2])
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    turning = torch.cat(turned, -1) if is_neox_style else torch.stack(turned, -1).flatten(-2)
+    return torch.cat([turning, passing], -1).to(x.dtype).view(x.shape)

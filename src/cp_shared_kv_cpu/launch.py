@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from . import PLUGIN_NAME
+from .releases import installed_row
 from .stubs import stub_directory
 
 ROLES = ("null", "prefill", "decode")
@@ -44,6 +45,8 @@ def cpu_environment(cp_size: int, *, plugins: Iterable[str] = ()) -> dict[str, s
         "TRITON_INTERPRET": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
+        # The stand-in of deep_gemm has what the indexer calls, not the GEMMs that SGLang would use it for.
+        "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -83,8 +86,8 @@ def engine_arguments(
 
     role: "null" for one server, "prefill" or "decode" for disaggregation over Mooncake. kv_cache_dtype: "bfloat16" or
     "fp8_e4m3". None leaves SGLang's default. ``overrides`` are further arguments of SGLang and win over these.
-    Raises ValueError for another role or dtype, for a cp_size below 1, and for decode with cp_size above 1, which
-    SGLang refuses.
+    They are spelled as the installed release spells them. Raises ValueError for another role or dtype, for a cp_size
+    below 1, for decode with cp_size above 1, which SGLang refuses, and for a release that ``releases`` does not know.
     """
     if role not in ROLES:
         raise ValueError(f"role must be one of {', '.join(ROLES)}, not {role!r}")
@@ -92,6 +95,7 @@ def engine_arguments(
         raise ValueError(f"kv_cache_dtype must be one of {', '.join(_BACKENDS)}, not {kv_cache_dtype!r}")
     if cp_size < 1 or (cp_size > 1 and role == "decode"):
         raise ValueError(f"cp_size {cp_size} with role {role}: at least 1, and exactly 1 for decode")
+    row = installed_row()
     prefill_backend, decode_backend = _BACKENDS[kv_cache_dtype]
     arguments: dict[str, Any] = {
         "model_path": os.fspath(model_path),
@@ -102,9 +106,9 @@ def engine_arguments(
         "max_total_tokens": max_total_tokens,
         "max_running_requests": 4,
         "mem_fraction_static": 0.5,
-        "attention_backend": "nsa",
-        "nsa_prefill_backend": prefill_backend,
-        "nsa_decode_backend": decode_backend,
+        "attention_backend": row.attention,
+        f"{row.attention}_prefill_backend": prefill_backend,
+        f"{row.attention}_decode_backend": decode_backend,
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "disable_cuda_graph": True,
@@ -117,7 +121,7 @@ def engine_arguments(
     optional = {"chunked_prefill_size": chunked_prefill_size, "context_length": context_length, "port": port}
     arguments.update({name: value for name, value in optional.items() if value is not None})
     if cp_size > 1:
-        arguments.update(enable_nsa_prefill_context_parallel=True, nsa_prefill_cp_mode="in-seq-split")
+        arguments.update(row.cp_arguments)
     if role != "null":
         arguments.update(disaggregation_mode=role, disaggregation_transfer_backend="mooncake")
         if bootstrap_port is not None:

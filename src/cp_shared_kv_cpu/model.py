@@ -1,4 +1,4 @@
-"""A tiny DeepSeek-V3.2 checkpoint that stock SGLang loads: ``python -m cp_shared_kv_cpu.model PATH``.
+"""A tiny DeepSeek-V3.2 or GLM-5 checkpoint that stock SGLang loads: ``python -m cp_shared_kv_cpu.model PATH``.
 
 Small where it may be (hidden size, heads, layers) and as large as the real one where the kernels fix the size:
 kv_lora_rank 512, rope 64, index head 128. index_topk is small, so that top-k really selects in short prompts. All
@@ -15,16 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-NSA_ARCHITECTURE = "DeepseekV32ForCausalLM"
+DEEPSEEK, GLM = "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"
+MODEL_TYPES = {DEEPSEEK: "deepseek_v32", GLM: "glm_moe_dsa"}
 PLAIN_ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
 def tiny_config(
-    *, layers: int = 2, index_topk: int = 64, nsa: bool = True, max_position_embeddings: int = 8192
+    *,
+    layers: int = 2,
+    index_topk: int = 64,
+    nsa: bool = True,
+    max_position_embeddings: int = 8192,
+    architecture: str = DEEPSEEK,
 ) -> dict[str, Any]:
     """The config.json of the tiny model; without ``nsa`` a DeepSeek-V3 one, with no indexer.
 
-    Raises ValueError when a size is not positive.
+    ``architecture`` is one of MODEL_TYPES. Raises ValueError when a size is not positive, and for another architecture.
     """
     for name, value in (
         ("layers", layers),
@@ -33,9 +39,15 @@ def tiny_config(
     ):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
+    if not nsa:
+        architecture, model_type = PLAIN_ARCHITECTURE, "deepseek_v3"
+    elif architecture in MODEL_TYPES:
+        model_type = MODEL_TYPES[architecture]
+    else:
+        raise ValueError(f"architecture must be one of {', '.join(MODEL_TYPES)}, not {architecture}")
     config: dict[str, Any] = {
-        "architectures": [NSA_ARCHITECTURE if nsa else PLAIN_ARCHITECTURE],
-        "model_type": "deepseek_v32" if nsa else "deepseek_v3",
+        "architectures": [architecture],
+        "model_type": model_type,
         "vocab_size": 512,
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -86,6 +98,8 @@ def tiny_config(
     }
     if nsa:
         config.update(index_head_dim=128, index_n_heads=2, index_topk=index_topk)
+    if architecture == GLM:
+        config.update(indexer_rope_interleave=True)
     return config
 
 
@@ -144,14 +158,22 @@ def write_tiny_model(
     seed: int = 0,
     nsa: bool = True,
     max_position_embeddings: int = 8192,
+    architecture: str = DEEPSEEK,
 ) -> Path:
     """Write config.json and model.safetensors to the directory ``path`` and return it; same arguments, same bytes.
 
-    ``nsa=False`` gives a DeepSeek-V3 model, which has no indexer. Raises ValueError for a size below 1.
+    ``nsa=False`` gives a DeepSeek-V3 model, which has no indexer; ``architecture`` is as in ``tiny_config``, and so are
+    the errors.
     """
     from safetensors.torch import save_file
 
-    config = tiny_config(layers=layers, index_topk=index_topk, nsa=nsa, max_position_embeddings=max_position_embeddings)
+    config = tiny_config(
+        layers=layers,
+        index_topk=index_topk,
+        nsa=nsa,
+        max_position_embeddings=max_position_embeddings,
+        architecture=architecture,
+    )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -167,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--index-topk", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-position-embeddings", type=int, default=8192)
+    parser.add_argument("--architecture", choices=tuple(MODEL_TYPES), default=DEEPSEEK)
     parser.add_argument("--no-nsa", dest="nsa", action="store_false", help="DeepSeek-V3, with no indexer")
     options = vars(parser.parse_args(argv))
     try:

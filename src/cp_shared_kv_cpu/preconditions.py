@@ -6,9 +6,9 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 
-from . import PLUGIN_NAME, SUPPORTED_SGLANG
+from . import PLUGIN_NAME
+from .releases import installed_version, supported_versions
 from .stubs import STUB_NAMES, is_stub, stub_directory
 
 # Read by Triton when a kernel is declared, by SGLang and by torch while they are imported: too late to set here.
@@ -19,14 +19,6 @@ SWITCHES = ("CP_SHARED_KV_CPU_INTERPRET", "CP_SHARED_KV_CPU_FUSED_STORE")
 def refuse(wrong: str, accepted: str, fix: str) -> SystemExit:
     """The one form of every refusal: what was found, what is accepted, how to get there."""
     return SystemExit(f"{PLUGIN_NAME}: {wrong}. Accepted: {accepted}. Fix: {fix}.")
-
-
-def sglang_version() -> str | None:
-    """Version of the installed sglang distribution; None when there is none."""
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def cuda_available() -> bool:
@@ -48,11 +40,10 @@ def check_preconditions(environ: Mapping[str, str] | None = None) -> None:
             raise refuse(f"{name} is {environ[name]!r}", "0 or 1", f"set {name} to 0 or 1, or unset it")
     if environ.get("OMP_NUM_THREADS", "") == "":
         raise refuse("OMP_NUM_THREADS is not set", "a small number, 1 by default", use_launch)
-    version = sglang_version()
-    if version not in SUPPORTED_SGLANG:
-        releases = ", ".join(SUPPORTED_SGLANG)
-        fix = f"pip install --no-deps sglang=={SUPPORTED_SGLANG[0]}, or take {PLUGIN_NAME} out of SGLANG_PLUGINS"
-        raise refuse(f"sglang {version or 'is not installed'}", f"sglang {releases}", fix)
+    version, known = installed_version(), supported_versions()
+    if version not in known:
+        fix = f"pip install --no-deps sglang=={known[-1]}, or take {PLUGIN_NAME} out of SGLANG_PLUGINS"
+        raise refuse(f"sglang {version or 'is not installed'}", f"sglang {', '.join(known)}", fix)
     if cuda_available():
         fix = f"hide the GPU with CUDA_VISIBLE_DEVICES= or take {PLUGIN_NAME} out of SGLANG_PLUGINS"
         raise refuse("torch.cuda is available", "a process that sees no GPU", fix)

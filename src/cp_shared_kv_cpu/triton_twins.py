@@ -9,14 +9,17 @@ Locations must not be negative: the kernels would write in front of the buffer, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from .interpreter import FP8_MAX, to_fp8
 from .kernels import INDEX_HEAD_DIM, MLA_NOPE_DIM, MLA_ROPE_DIM, MLA_TILE, dequantize_mla, split_index_page
-from .seams import replace
+from .releases import installed_row
+from .seams import replace_everywhere
 
-_ACCESSOR = "sglang.srt.layers.attention.nsa.index_buf_accessor"
-_AMAX_FLOOR = 1e-4  # both index-K quantisers floor the row maximum here
+AMAX_FLOOR = 1e-4  # both index-K quantisers floor the row maximum here
 
 
 def _locations(loc: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -98,7 +101,7 @@ def act_quant(
         raise ValueError(f"last dimension {x.shape[-1]} is not a multiple of {block_size}")
     blocks = x.float().reshape(*x.shape[:-1], -1, block_size)
     # Times the rounded reciprocal, not divided by 448: the kernel does that, and it is one ulp off at times.
-    scale = blocks.abs().amax(-1).clamp_(min=_AMAX_FLOOR) * torch.tensor(1.0 / FP8_MAX, dtype=torch.float32)
+    scale = blocks.abs().amax(-1).clamp_(min=AMAX_FLOOR) * torch.tensor(1.0 / FP8_MAX, dtype=torch.float32)
     if scale_fmt is not None:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
     return to_fp8(blocks / scale[..., None]).view(x.shape), scale
@@ -118,7 +121,7 @@ def fused_store_index_k_cache(
     if dtypes != (torch.bfloat16, torch.uint8, torch.int64):
         raise TypeError(f"fused_store_index_k_cache takes bfloat16 keys, uint8 buffer, int64 locations, not {dtypes}")
     values = key.reshape(-1, INDEX_HEAD_DIM).float()
-    scale = values.abs().amax(-1, keepdim=True).clamp_(min=_AMAX_FLOOR) / FP8_MAX
+    scale = values.abs().amax(-1, keepdim=True).clamp_(min=AMAX_FLOOR) / FP8_MAX
     set_k_and_s(index_k_with_scale, out_cache_loc, to_fp8(values * scale.reciprocal()), scale, page_size)
 
 
@@ -142,6 +145,31 @@ def set_mla_kv_buffer(
         # torch has no scatter for fp8 dtypes on a CPU.
         row, kv_buffer = row.view(torch.uint8), kv_buffer.view(torch.uint8)
     kv_buffer[_locations(loc, kv_buffer.shape[0])] = row.view(loc.numel(), *kv_buffer.shape[1:])
+
+
+def set_mla_kv_buffer_skipping(
+    kv_buffer: torch.Tensor,
+    loc: torch.Tensor,
+    cache_k_nope: torch.Tensor,
+    cache_k_rope: torch.Tensor,
+    *,
+    reserved_skip_index: int = 0,
+) -> None:
+    """``set_mla_kv_buffer`` that leaves out rows for the slot reserved_skip_index, as the kernel of later releases."""
+    kept = loc != reserved_skip_index
+    set_mla_kv_buffer(kv_buffer, loc[kept], cache_k_nope[kept], cache_k_rope[kept])
+
+
+def set_mla_kv_buffer_dcp_sharded(
+    kv_buffer: torch.Tensor,
+    loc: torch.Tensor,
+    cache_k_nope: torch.Tensor,
+    cache_k_rope: torch.Tensor,
+    *,
+    reserved_skip_index: int = 0,
+) -> None:
+    """Twin of ``set_mla_kv_buffer_dcp_sharded_triton`` without decode CP, where every row is this rank's."""
+    set_mla_kv_buffer_skipping(kv_buffer, loc, cache_k_nope, cache_k_rope, reserved_skip_index=reserved_skip_index)
 
 
 def get_mla_kv_buffer(
@@ -192,26 +220,28 @@ def dequantize_k_cache_paged(
     return dequantize_mla(slots[_locations(page_table_1_flattened, len(slots))])[:, None]
 
 
+TWINS: dict[str, Callable[..., Any]] = {
+    twin.__name__: twin
+    for twin in (
+        get_k,
+        get_s,
+        get_k_and_s,
+        set_k_and_s,
+        act_quant,
+        set_mla_kv_buffer,
+        set_mla_kv_buffer_skipping,
+        set_mla_kv_buffer_dcp_sharded,
+        get_mla_kv_buffer,
+        quantize_k_cache,
+        quantize_k_cache_separate,
+        dequantize_k_cache_paged,
+    )
+}
+
+
 def install() -> None:
-    """Replace the stock kernels by their twins, where they are defined and wherever SGLang imported them by name."""
-    for name, twin in (
-        ("_get_k_triton", get_k),
-        ("_get_s_triton", get_s),
-        ("_get_k_and_s_triton", get_k_and_s),
-        ("_set_k_and_s_triton", set_k_and_s),
-    ):
-        replace(_ACCESSOR, name, twin)
-    replace("sglang.srt.layers.attention.nsa.triton_kernel", "act_quant", act_quant)
-    for module in ("sglang.srt.mem_cache.utils", "sglang.srt.mem_cache.memory_pool"):
-        replace(module, "set_mla_kv_buffer_triton", set_mla_kv_buffer)
-        replace(module, "get_mla_kv_buffer_triton", get_mla_kv_buffer)
-    for module in ("sglang.srt.layers.attention.nsa.quant_k_cache", "sglang.srt.mem_cache.memory_pool"):
-        replace(module, "quantize_k_cache_separate", quantize_k_cache_separate)
-        replace(module, "quantize_k_cache", quantize_k_cache)
-    replace("sglang.srt.layers.attention.nsa_backend", "quantize_k_cache", quantize_k_cache)
-    for module in (
-        "sglang.srt.layers.attention.nsa.dequant_k_cache",
-        "sglang.srt.layers.attention.nsa_backend",
-        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha",
-    ):
-        replace(module, "dequantize_k_cache_paged", dequantize_k_cache_paged)
+    """Replace the stock kernels that the installed release has by their twins, wherever SGLang looks them up."""
+    places = installed_row().places
+    for name, twin in TWINS.items():
+        if name in places:
+            replace_everywhere(places[name], twin)

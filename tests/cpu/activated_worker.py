@@ -7,6 +7,7 @@ SGLang parses the flags of ``launch``. The inputs are stored with the results.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from cp_shared_kv_cpu import activate, is_active, launch
+from cp_shared_kv_cpu.releases import installed_row
 
 PAGE = 64
 
@@ -22,18 +24,22 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def kernel(name: str) -> Any:
+    """The function that now lies where the installed release has the kernel of a reference."""
+    module, _, attribute = installed_row().places[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def run_stock_kernels() -> dict[str, dict[str, Any]]:
     """Inputs and results by kernel; small, since the interpreter takes milliseconds a program."""
-    from sglang.srt.layers.attention.nsa import dequant_k_cache, index_buf_accessor, quant_k_cache, triton_kernel
-    from sglang.srt.mem_cache import utils
-
+    places = installed_row().places
     results: dict[str, dict[str, Any]] = {}
 
-    def record(name: str, function: Any, **inputs: Any) -> Any:
+    def record(name: str, variant: str = "", **inputs: Any) -> Any:
         stored = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
-        output = function(**inputs)
+        output = kernel(name)(**inputs)
         # Kernels that write in place leave their result in an input.
-        results[name] = {"inputs": stored, "output": output, "after": inputs}
+        results[f"{name} {variant}".strip()] = {"inputs": stored, "output": output, "after": inputs}
         return output
 
     x = normal(3, 2, 256, seed=1).bfloat16()
@@ -41,16 +47,16 @@ def run_stock_kernels() -> dict[str, dict[str, Any]]:
     x[1, 1] *= 1e4
     x[2, 0] = torch.linspace(-1, 1, 256).bfloat16()  # every exponent, also the subnormal ones
     for scale_fmt in (None, "ue8m0"):
-        record(f"act_quant {scale_fmt}", triton_kernel.act_quant, x=x, block_size=128, scale_fmt=scale_fmt)
+        record("act_quant", str(scale_fmt), x=x, block_size=128, scale_fmt=scale_fmt)
 
     buf = torch.randint(0, 256, (5, PAGE * 132), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     pages = torch.tensor([[3, 1, 0], [4, 0, 0]], dtype=torch.int32)
     common = {"buf": buf, "page_size": PAGE, "index_head_dim": 128}
-    record("get_k", index_buf_accessor._get_k_triton, page_indices=pages[0], seq_len=PAGE + 5, **common)
-    record("get_s", index_buf_accessor._get_s_triton, page_indices=pages[0], seq_len=PAGE + 5, **common)
+    for name in ("get_k", "get_s"):
+        if name in places:
+            record(name, page_indices=pages[0], seq_len=PAGE + 5, **common)
     record(
         "get_k_and_s",
-        index_buf_accessor._get_k_and_s_triton,
         page_indices=pages,
         seq_lens=torch.tensor([PAGE + 5, 7]),
         seq_len_sum=PAGE + 12,
@@ -59,7 +65,6 @@ def run_stock_kernels() -> dict[str, dict[str, Any]]:
     )
     record(
         "set_k_and_s",
-        index_buf_accessor._set_k_and_s_triton,
         buf=buf.clone(),
         loc=torch.tensor([2 * PAGE - 1, 2 * PAGE, 5 * PAGE - 1, 0]),
         index_k=normal(4, 128, seed=3).to(torch.float8_e4m3fn),
@@ -74,33 +79,30 @@ def run_stock_kernels() -> dict[str, dict[str, Any]]:
     nope[0, 0, :2] = torch.tensor([1.078125, 0.80859375])
     nope[2] *= 1e-3
     nope[3, 0] = torch.linspace(-1, 1, 512).bfloat16()
-    parts = record("quantize_k_cache_separate", quant_k_cache.quantize_k_cache_separate, k_nope=nope, k_rope=rope)
+    parts = record("quantize_k_cache_separate", k_nope=nope, k_rope=rope)
     whole = torch.cat([nope, rope], -1)[:, None]
-    quantized = record("quantize_k_cache", quant_k_cache.quantize_k_cache, cache_k=whole)
+    quantized = record("quantize_k_cache", cache_k=whole)
     slots = quantized.view(4, 1, 656)
     table = torch.tensor([3, 0, 2, 2], dtype=torch.int32)
-    record(
-        "dequantize_k_cache_paged",
-        dequant_k_cache.dequantize_k_cache_paged,
-        quant_k_cache=slots,
-        page_table_1_flattened=table,
-    )
+    record("dequantize_k_cache_paged", quant_k_cache=slots, page_table_1_flattened=table)
     loc = torch.tensor([5, 0, 2, 7])
     kv_buffer = normal(8, 1, 576, seed=7).bfloat16()
     write = {"loc": loc, "cache_k_nope": nope, "cache_k_rope": rope}
-    record("set_mla_kv_buffer bf16", utils.set_mla_kv_buffer_triton, kv_buffer=kv_buffer.clone(), **write)
-    record(
-        "set_mla_kv_buffer fp8",
-        utils.set_mla_kv_buffer_triton,
-        kv_buffer=torch.zeros(8, 1, 656, dtype=torch.uint8),
-        loc=loc,
-        cache_k_nope=parts[0],
-        cache_k_rope=parts[1],
-    )
+    for name in ("set_mla_kv_buffer", "set_mla_kv_buffer_skipping"):
+        if name in places:
+            record(name, "bf16", kv_buffer=kv_buffer.clone(), **write)
+            record(
+                name,
+                "fp8",
+                kv_buffer=torch.zeros(8, 1, 656, dtype=torch.uint8),
+                loc=loc,
+                cache_k_nope=parts[0],
+                cache_k_rope=parts[1],
+            )
     for dtype in (torch.bfloat16, torch.float32):
         record(
-            f"get_mla_kv_buffer {dtype}",
-            utils.get_mla_kv_buffer_triton,
+            "get_mla_kv_buffer",
+            str(dtype),
             kv_buffer=kv_buffer,
             loc=loc,
             cache_k_nope=torch.zeros(4, 1, 512, dtype=dtype),
@@ -110,23 +112,22 @@ def run_stock_kernels() -> dict[str, dict[str, Any]]:
 
 
 def seam_owners() -> dict[str, str]:
-    """For names that SGLang code looks up at run time: the module of the function found there."""
-    from sglang.srt.distributed import parallel_state
-    from sglang.srt.layers.attention import nsa_backend
-    from sglang.srt.layers.attention.nsa import index_buf_accessor, nsa_indexer, triton_kernel
-    from sglang.srt.mem_cache import memory_pool
-
-    found = {
-        "indexer.fused_store_index_k_cache": nsa_indexer.fused_store_index_k_cache,
-        "indexer.deep_gemm": nsa_indexer.deep_gemm.fp8_mqa_logits,
-        "accessor.get_k": index_buf_accessor._get_k_triton,
-        "triton_kernel.act_quant": triton_kernel.act_quant,
-        "pool.set_mla_kv_buffer": memory_pool.set_mla_kv_buffer_triton,
-        "pool.quantize": memory_pool.quantize_k_cache_separate,
-        "backend.dequantize": nsa_backend.dequantize_k_cache_paged,
-        "parallel.inplace_all_reduce": parallel_state.inplace_all_reduce,
-    }
-    return {name: function.__module__ for name, function in found.items()}
+    """Module of the function found at the place of each kernel, and where SGLang has imported the kernel by name."""
+    row = installed_row()
+    found = {name: kernel(name).__module__ for name in row.places}
+    for path in ("sglang.srt.mem_cache.memory_pool", row.sparse_backend, row.indexer):
+        module = importlib.import_module(path)
+        for name, place in row.places.items():
+            function = vars(module).get(place.partition(":")[2])
+            if function is not None:
+                found[f"{path.rpartition('.')[2]} {name}"] = function.__module__
+    indexer = importlib.import_module(row.indexer)
+    parallel_state = importlib.import_module("sglang.srt.distributed.parallel_state")
+    found["indexer deep_gemm"] = indexer.deep_gemm.fp8_mqa_logits.__module__
+    found["parallel_state inplace_all_reduce"] = parallel_state.inplace_all_reduce.__module__
+    for name in row.cuda_imports:
+        found[f"indexer {name}"] = getattr(indexer, name).__module__
+    return found
 
 
 def parsed_flags() -> list[tuple[dict[str, Any], dict[str, Any]]]:

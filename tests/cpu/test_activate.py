@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cp_shared_kv_cpu
-from cp_shared_kv_cpu import launch, preconditions, stubs
+from cp_shared_kv_cpu import launch, preconditions, releases, stubs, triton_twins
 
 # SGLang is imported here without TRITON_INTERPRET and without naming plugins, as on a GPU host.
 INERT = """
@@ -80,7 +80,7 @@ def test_an_unexpected_error_ends_the_process_too(monkeypatch: pytest.MonkeyPatc
 class TestPreconditions:
     @pytest.fixture
     def environ(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-        monkeypatch.setattr(preconditions, "sglang_version", lambda: "0.5.12.post1")
+        monkeypatch.setattr(preconditions, "installed_version", lambda: "0.5.12.post1")
         monkeypatch.setattr(preconditions, "cuda_available", lambda: False)
         monkeypatch.syspath_prepend(str(stubs.stub_directory()))
         for name in stubs.STUB_NAMES:
@@ -106,11 +106,17 @@ class TestPreconditions:
         assert str(refused.value).startswith(f"cp_shared_kv_cpu: {message}")
         assert ". Fix: " in str(refused.value)
 
-    @pytest.mark.parametrize("version", ["0.5.13", None])
-    def test_another_release_is_refused(self, environ: dict[str, str], monkeypatch, version: str | None):
-        monkeypatch.setattr(preconditions, "sglang_version", lambda: version)
-        with pytest.raises(SystemExit, match=r"Accepted: sglang 0\.5\.12\.post1\. Fix: pip install"):
+    @pytest.mark.parametrize("version", ["0.5.10", None])
+    def test_an_unknown_release_is_refused(self, environ: dict[str, str], monkeypatch, version: str | None):
+        monkeypatch.setattr(preconditions, "installed_version", lambda: version)
+        found = f"sglang {version or 'is not installed'}"
+        with pytest.raises(SystemExit, match=rf"{found}\. Accepted: sglang 0\.5\.11, .*0\.5\.23\. Fix: pip install"):
             preconditions.check_preconditions(environ)
+
+    @pytest.mark.parametrize("version", releases.supported_versions())
+    def test_every_release_with_a_row_is_accepted(self, environ: dict[str, str], monkeypatch, version: str):
+        monkeypatch.setattr(preconditions, "installed_version", lambda: version)
+        preconditions.check_preconditions(environ)
 
     def test_a_visible_gpu_is_refused(self, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(preconditions, "cuda_available", lambda: True)
@@ -126,13 +132,15 @@ class TestPreconditions:
 class TestActivated:
     """One real activation, in the process of the ``activated`` fixture."""
 
-    kept_by_the_interpreter = ("accessor.get_k", "triton_kernel.act_quant", "pool.", "backend.")
-
     def test_replaces_vendor_kernels_and_keeps_stock_triton_kernels_when_asked(self, activated: dict[str, Any]):
         assert activated["active"]
         for name, module in activated["interpreted"].items():
-            stock = name.startswith(self.kept_by_the_interpreter)
+            stock = name.rpartition(" ")[2] in triton_twins.TWINS
             assert module.startswith("sglang." if stock else "cp_shared_kv_cpu."), (name, module)
+
+    def test_every_kernel_of_the_release_has_a_reference(self, activated: dict[str, Any]):
+        at_their_places = {name for name in activated["twins"] if " " not in name}
+        assert at_their_places == set(releases.installed_row().places)
 
     def test_twins_reach_every_name_that_the_path_looks_up(self, activated: dict[str, Any]):
         assert [m for m in activated["twins"].values() if not m.startswith("cp_shared_kv_cpu.")] == []

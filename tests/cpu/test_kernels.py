@@ -55,6 +55,19 @@ class TestMqaLogits:
         )
         assert logits.isnan().tolist() == [[True, False, False, True]]
 
+    @pytest.mark.parametrize("keys", [4, 5, 7])
+    def test_rows_begin_at_16_bytes_whatever_their_length(self, keys: int):
+        logits = kernels.fp8_mqa_logits(
+            fp8(2, 2, 128),
+            (fp8(keys, 128), torch.ones(keys)),
+            torch.ones(2, 2),
+            torch.zeros(2, dtype=torch.int32),
+            torch.full((2,), keys),
+        )
+        assert logits.shape == (2, keys)
+        assert logits.stride(0) % 4 == 0
+        assert logits.isfinite().all()
+
     def test_scores_do_not_depend_on_the_grouping_of_rows(self):
         q, k, scale, weights = fp8(64, 2, 128), fp8(300, 128, seed=1), normal(300).abs(), normal(64, 2)
         start, end = torch.zeros(64, dtype=torch.int32), torch.full((64,), 300, dtype=torch.int32)
@@ -196,6 +209,63 @@ class TestTopk:
         assert picked[1].tolist() == [60, 61, -1, -1]
 
 
+class TestJitTopk:
+    """SGLang's own top-k kernels, which take page tables and write into a given tensor."""
+
+    topk = 4
+
+    def paged(self, score: torch.Tensor, lengths: list[int], table: list[list[int]]) -> list[list[int]]:
+        out = torch.full((len(lengths), self.topk), -7, dtype=torch.int32)
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        plan = kernels.plan_topk_v2(seq_lens)
+        kernels.topk_transform_paged_v2(score, seq_lens, torch.tensor(table, dtype=torch.int32), out, PAGE, plan)
+        return out.tolist()
+
+    def test_positions_become_slots_of_the_pages_of_the_row(self):
+        score = normal(3, 3 * PAGE, seed=3)
+        lengths, table = [2 * PAGE + 9, 3, 0], [[5, 2, 9], [7, 0, 0], [1, 1, 1]]
+        slots = self.paged(score, lengths, table)
+        for row, length in enumerate(lengths):
+            best = naive_topk(score[row].tolist(), 0, length, self.topk)
+            expected = [table[row][p // PAGE] * PAGE + p % PAGE for p in best]
+            assert slots[row] == expected + [-1] * (self.topk - len(expected))
+
+    def test_positions_beyond_the_table_select_nothing(self):
+        assert self.paged(torch.zeros(1, 2 * PAGE), [PAGE + 1], [[3]])[0] == [3 * PAGE + i for i in range(4)]
+        score = torch.zeros(1, 2 * PAGE)
+        score[0, PAGE:] = 1
+        assert self.paged(score, [2 * PAGE], [[3]])[0] == [-1] * 4
+
+    @pytest.mark.parametrize(
+        ("score", "lengths", "message"),
+        [
+            (torch.zeros(1, 8), [-4], "top-k"),
+            (torch.zeros(2, 8), [1, 1], "2 rows, 1 of pages"),
+            (torch.zeros(1, 6), [1], "rows of 16 bytes"),
+            (torch.zeros(1, 8).double(), [1], "fp32 scores"),
+        ],
+    )
+    def test_what_the_kernel_cannot_take_is_refused(self, score: torch.Tensor, lengths: list[int], message: str):
+        with pytest.raises(ValueError, match=message):
+            self.paged(score, lengths, [[0]])
+
+    def test_a_plan_is_written_where_asked(self):
+        seq_lens, out = torch.tensor([3, 4], dtype=torch.int32), torch.ones(3, 2, dtype=torch.int32)
+        assert kernels.plan_topk_v2(seq_lens, -1, out=out) is out
+        assert kernels.plan_topk_v2(seq_lens).shape == (3, 2)
+
+    def test_ragged_rows_select_from_their_start(self):
+        score, out = normal(2, 12, seed=4), torch.empty(2, self.topk, dtype=torch.int32)
+        lengths, starts = torch.tensor([9, 2]), torch.tensor([2, 5])
+        kernels.topk_transform_ragged_v2(
+            score, lengths, out_offsets=torch.tensor([50, 60]), out_indices=out, row_starts=starts
+        )
+        assert out[0].tolist() == [50 + p for p in naive_topk(score[0].tolist(), 2, 9, 4)]
+        assert out[1].tolist() == [60, 61, -1, -1]
+        with pytest.raises(ValueError, match="negative length"):
+            kernels.topk_transform_ragged_v2(score, -lengths, out_offsets=starts, out_indices=out)
+
+
 def naive_attention(q: torch.Tensor, tokens: torch.Tensor, scale: float, d_v: int) -> torch.Tensor:
     """One query row: q (H, D), tokens (K, D) -> (H, d_v), float64."""
     out = torch.zeros(q.shape[0], d_v, dtype=torch.float64)
@@ -232,6 +302,19 @@ class TestFlashMla:
         )
         assert not out.any()
         assert (lse == math.inf).all()
+
+    def test_indices_beyond_the_length_of_a_row_are_ignored(self):
+        kv = normal(5, 1, 576).bfloat16()
+        q, indices = normal(2, 2, 576, seed=1).bfloat16(), torch.tensor([[[0, 3, 4]], [[2, 1, 0]]])
+        cut, _, _ = kernels.flash_mla_sparse_fwd(q, kv, indices, 0.1, topk_length=torch.tensor([1, 2]))
+        expected, _, _ = kernels.flash_mla_sparse_fwd(q, kv, torch.tensor([[[0, -1, -1]], [[2, 1, -1]]]), 0.1)
+        assert torch.equal(cut, expected)
+
+    def test_an_attention_sink_is_refused(self):
+        with pytest.raises(ValueError, match="no attention sink"):
+            kernels.flash_mla_sparse_fwd(
+                normal(1, 2, 576), normal(1, 1, 576), torch.zeros(1, 1, 1), 0.1, attn_sink=torch.zeros(2)
+            )
 
     def test_unwritten_slots_never_leak_through_padding(self):
         kv = torch.full((3, 1, 576), math.nan).bfloat16()
@@ -284,6 +367,18 @@ class TestFlashMla:
         for batch, valid in enumerate(([70, 3, 190], [5, 64])):
             expected = naive_attention(q[batch, 0], dequantised[valid], 0.03, 512)
             torch.testing.assert_close(out[batch, 0].double(), expected, rtol=1e-2, atol=1e-2)
+
+    def test_another_cache_layout_is_refused(self):
+        with pytest.raises(ValueError, match="V32"):
+            kernels.flash_mla_with_kvcache(
+                normal(1, 1, 2, 576),
+                normal(1, PAGE, 1, 576),
+                None,
+                None,
+                512,
+                indices=torch.zeros(1, 1, 1).int(),
+                kv_format="V32_NO_ROPE",
+            )
 
     def test_dense_attention_is_refused(self):
         with pytest.raises(ValueError, match="sparse attention only"):

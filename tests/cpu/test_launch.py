@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cp_shared_kv_cpu import launch, stubs
+from cp_shared_kv_cpu.releases import row_for
 
 
 class TestEnvironment:
@@ -49,13 +50,37 @@ class TestArguments:
     )
     def test_backends_follow_the_kv_dtype(self, dtype: str, backends: tuple[str, str]):
         arguments = launch.engine_arguments("m", kv_cache_dtype=dtype)
-        assert (arguments["nsa_prefill_backend"], arguments["nsa_decode_backend"]) == backends
+        name = arguments["attention_backend"]
+        assert (arguments[f"{name}_prefill_backend"], arguments[f"{name}_decode_backend"]) == backends
 
-    def test_context_parallelism_is_asked_for_with_more_than_one_rank_only(self):
-        assert "enable_nsa_prefill_context_parallel" not in launch.engine_arguments("m")
-        arguments = launch.engine_arguments("m", cp_size=2)
-        assert arguments["enable_nsa_prefill_context_parallel"] is True
-        assert (arguments["nsa_prefill_cp_mode"], arguments["tp_size"]) == ("in-seq-split", 2)
+    @pytest.mark.parametrize(
+        ("version", "backend", "asked"),
+        [
+            ("0.5.11", "nsa", {"enable_nsa_prefill_context_parallel": True, "nsa_prefill_cp_mode": "in-seq-split"}),
+            (
+                "0.5.12.post1",
+                "nsa",
+                {"enable_nsa_prefill_context_parallel": True, "nsa_prefill_cp_mode": "in-seq-split"},
+            ),
+            ("0.5.13", "dsa", {"enable_dsa_prefill_context_parallel": True, "dsa_prefill_cp_mode": "in-seq-split"}),
+            ("0.5.14", "dsa", {"enable_prefill_cp": True, "cp_strategy": "zigzag"}),
+            ("0.5.19", "dsa", {"enable_prefill_cp": True, "cp_strategy": "zigzag"}),
+            ("0.5.20", "dsa", {"enable_prefill_cp": True, "cp_strategy": "interleave", "moe_dense_tp_size": 1}),
+            ("0.5.23", "dsa", {"enable_prefill_cp": True, "cp_strategy": "interleave", "moe_dense_tp_size": 1}),
+        ],
+    )
+    def test_context_parallelism_is_asked_for_as_the_release_spells_it(
+        self, monkeypatch: pytest.MonkeyPatch, version: str, backend: str, asked: dict[str, Any]
+    ):
+        monkeypatch.setattr(launch, "installed_row", lambda: row_for(version))
+        one, two = (launch.engine_arguments("m", cp_size=ranks) for ranks in (1, 2))
+        assert one["attention_backend"] == backend
+        assert {name: value for name, value in two.items() if one.get(name) != value} == {**asked, "tp_size": 2}
+
+    def test_an_unknown_release_is_refused(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(launch, "installed_row", lambda: row_for("0.5.10"))
+        with pytest.raises(ValueError, match=r"SGLang 0\.5\.10 is not known"):
+            launch.engine_arguments("m")
 
     def test_disaggregation_comes_with_a_role(self):
         assert "disaggregation_mode" not in launch.engine_arguments("m", bootstrap_port=1)

@@ -30,6 +30,21 @@ def test_nsa_model_has_the_sizes_that_the_kernels_fix(tmp_path: Path):
     assert not [name for name in weights if "experts" in name]
 
 
+def test_glm_model_rotates_interleaved_pairs_and_has_the_same_weights(tmp_path: Path):
+    glm = model.write_tiny_model(tmp_path / "glm", architecture="GlmMoeDsaForCausalLM")
+    deepseek = model.write_tiny_model(tmp_path / "deepseek")
+    config, other = (json.loads((path / "config.json").read_text()) for path in (glm, deepseek))
+    assert (config.pop("architectures"), config.pop("model_type")) == (["GlmMoeDsaForCausalLM"], "glm_moe_dsa")
+    assert config.pop("indexer_rope_interleave") is True
+    assert config.items() <= other.items()
+    assert (glm / "model.safetensors").read_bytes() == (deepseek / "model.safetensors").read_bytes()
+
+
+def test_an_unknown_architecture_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="must be one of DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM, not Llama"):
+        model.write_tiny_model(tmp_path / "m", architecture="Llama")
+
+
 def test_plain_model_has_no_indexer(tmp_path: Path):
     path = model.write_tiny_model(tmp_path / "m", nsa=False)
     config = json.loads((path / "config.json").read_text())

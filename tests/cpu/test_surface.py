@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from cp_shared_kv_cpu import cuda_surface, dispatch, seams
+from cp_shared_kv_cpu import cuda_surface, dispatch, kernels, seams, stubs
 
 
 class TestCudaToCpu:
@@ -44,6 +44,26 @@ class TestCudaToCpu:
         event.synchronize()
 
 
+def test_a_tensor_on_device_zero_computes_like_any_other():
+    tensor = torch.arange(3.0).as_subclass(dispatch.OnDeviceZero)
+    assert tensor.device == torch.device("cpu", 0)
+    doubled = tensor[1:] * 2
+    assert type(doubled) is torch.Tensor
+    assert doubled.tolist() == [2.0, 4.0]
+
+
+def test_stand_ins_import_every_name_and_run_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "sglang_needs_a_gpu", raising=False)
+    stubs.stand_in_for(("sglang_needs_a_gpu",))
+    module = sys.modules.pop("sglang_needs_a_gpu")
+    with pytest.raises(NotImplementedError, match=r"sglang_needs_a_gpu\.run has no CPU reference"):
+        module.run(1)
+    with pytest.raises(AttributeError):
+        _ = module.__path__
+    with pytest.raises(RuntimeError, match="sys was imported before"):
+        stubs.stand_in_for(("sys",))
+
+
 class TestSeams:
     @pytest.fixture
     def owner(self, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
@@ -58,8 +78,21 @@ class TestSeams:
 
     @pytest.mark.parametrize(("path", "name"), [("seam_owner", "gone"), ("seam_owner:Gone", "x")])
     def test_a_name_that_is_gone_is_an_error(self, owner: types.ModuleType, path: str, name: str):
-        with pytest.raises(seams.SeamError, match="not the supported one"):
+        with pytest.raises(seams.SeamError, match="does not fit this SGLang"):
             seams.replace(path, name, None)
+
+    def test_a_function_is_replaced_wherever_sglang_imported_it(
+        self, owner: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+    ):
+        owner.run = len  # type: ignore[attr-defined]
+        importers = {name: types.ModuleType(name) for name in ("sglang.importer", "sglang.other", "elsewhere")}
+        for name, module in importers.items():
+            module.run = sum if name == "sglang.other" else len  # type: ignore[attr-defined]
+            monkeypatch.setitem(sys.modules, name, module)
+        seams.replace_everywhere("seam_owner:run", max)
+        found = {name: module.run for name, module in importers.items()}
+        assert owner.run is max
+        assert found == {"sglang.importer": max, "sglang.other": sum, "elsewhere": len}
 
 
 @pytest.mark.parametrize("is_neox_style", [True, False])
@@ -69,7 +102,7 @@ def test_rotary_embedding_turns_each_pair_by_its_angle(heads: int | None, is_neo
     shape = (tokens, dim) if heads is None else (tokens, heads, dim)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     angle = torch.randn(tokens, rotary_dim // 2, generator=torch.Generator().manual_seed(1))
-    turned = dispatch.rotate(x, angle.cos(), angle.sin(), rotary_dim, is_neox_style)
+    turned = kernels.rotate(x, angle.cos(), angle.sin(), rotary_dim, is_neox_style)
     assert turned.shape == x.shape
     for token in range(tokens):
         for before, after in zip(x[token].view(-1, dim), turned[token].view(-1, dim), strict=True):

@@ -9,23 +9,28 @@ import torch
 
 from cp_shared_kv_cpu import triton_twins
 from cp_shared_kv_cpu.interpreter import to_fp8
+from cp_shared_kv_cpu.releases import installed_row
 
 PAGE = 64
-TWINS = {
-    "act_quant None": triton_twins.act_quant,
-    "act_quant ue8m0": triton_twins.act_quant,
-    "get_k": triton_twins.get_k,
-    "get_s": triton_twins.get_s,
-    "get_k_and_s": triton_twins.get_k_and_s,
-    "set_k_and_s": triton_twins.set_k_and_s,
-    "quantize_k_cache_separate": triton_twins.quantize_k_cache_separate,
-    "quantize_k_cache": triton_twins.quantize_k_cache,
-    "dequantize_k_cache_paged": triton_twins.dequantize_k_cache_paged,
-    "set_mla_kv_buffer bf16": triton_twins.set_mla_kv_buffer,
-    "set_mla_kv_buffer fp8": triton_twins.set_mla_kv_buffer,
-    "get_mla_kv_buffer torch.bfloat16": triton_twins.get_mla_kv_buffer,
-    "get_mla_kv_buffer torch.float32": triton_twins.get_mla_kv_buffer,
-}
+RECORDED = (
+    "act_quant None",
+    "act_quant ue8m0",
+    "get_k",
+    "get_s",
+    "get_k_and_s",
+    "set_k_and_s",
+    "quantize_k_cache_separate",
+    "quantize_k_cache",
+    "dequantize_k_cache_paged",
+    "set_mla_kv_buffer bf16",
+    "set_mla_kv_buffer fp8",
+    "set_mla_kv_buffer_skipping bf16",
+    "set_mla_kv_buffer_skipping fp8",
+    "get_mla_kv_buffer torch.bfloat16",
+    "get_mla_kv_buffer torch.float32",
+)
+# Those that the installed release has.
+HERE = [name for name in RECORDED if name.partition(" ")[0] in installed_row().places]
 
 
 def assert_same_bytes(actual: Any, expected: Any, what: str) -> None:
@@ -41,18 +46,21 @@ def assert_same_bytes(actual: Any, expected: Any, what: str) -> None:
         assert actual == expected, what
 
 
-@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("name", HERE)
 def test_twin_equals_the_stock_kernel_bit_for_bit(activated: dict[str, Any], name: str):
     recorded = activated["kernels"][name]
     inputs = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in recorded["inputs"].items()}
-    output = TWINS[name](**inputs)
+    output = triton_twins.TWINS[name.partition(" ")[0]](**inputs)
     assert_same_bytes(output, recorded["output"], f"{name}: result")
     for key, value in recorded["after"].items():
         assert_same_bytes(inputs[key], value, f"{name}: {key}")
 
 
-def test_every_recorded_kernel_has_a_twin(activated: dict[str, Any]):
-    assert set(activated["kernels"]) == set(TWINS)
+def test_every_twin_that_the_release_uses_is_compared(activated: dict[str, Any]):
+    assert set(activated["kernels"]) == set(HERE)
+    # The place for decode CP does the same as another without it.
+    of_the_release = set(triton_twins.TWINS) & set(installed_row().places) - {"set_mla_kv_buffer_dcp_sharded"}
+    assert {name.partition(" ")[0] for name in HERE} == of_the_release
 
 
 def test_fp8_rounds_to_nearest_even_with_carry_and_saturates():
@@ -134,6 +142,16 @@ class TestLocationsOutsideTheBuffer:
 def test_a_sequence_longer_than_its_page_list_is_refused():
     with pytest.raises(IndexError, match="65 tokens need 2 pages, the list has 1"):
         triton_twins.get_k(torch.zeros(2, PAGE * 132, dtype=torch.uint8), torch.tensor([1]), 65, PAGE, 128)
+
+
+@pytest.mark.parametrize("name", ["set_mla_kv_buffer_skipping", "set_mla_kv_buffer_dcp_sharded"])
+def test_later_kernels_leave_the_reserved_slot_as_it_is(name: str):
+    buffer = torch.zeros(3, 1, 576).bfloat16()
+    nope, rope = torch.ones(2, 1, 512).bfloat16(), torch.ones(2, 1, 64).bfloat16()
+    triton_twins.TWINS[name](buffer, torch.tensor([0, 2]), nope, rope)
+    assert buffer.float().amax((1, 2)).tolist() == [0.0, 0.0, 1.0]
+    triton_twins.TWINS[name](buffer, torch.tensor([0, 2]), nope, rope, reserved_skip_index=-1)
+    assert buffer.float().amax((1, 2)).tolist() == [1.0, 0.0, 1.0]
 
 
 def test_a_row_that_does_not_fill_a_slot_is_refused():

@@ -7,6 +7,7 @@ step, injects a fault (see ``faults``), or gets pools or bookkeeping dumped.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -18,6 +19,11 @@ from typing import Any
 from . import faults, operations
 
 CONTROL_ENV = "CP_SHARED_KV_TEST_CONTROL"
+
+
+def rank_of(scheduler: Any) -> int:
+    """Number of a scheduler within its engine."""
+    return int(scheduler.tp_group.rank_in_group)
 
 
 def _break_kv_gather(scheduler: Any) -> Callable[[], None]:
@@ -100,7 +106,7 @@ def _break_range(scheduler: Any) -> Callable[[], None]:
     """Have rank 1 send pages to positions beyond decode's list, past the check of the chunk's end."""
     import cp_shared_kv.patches.transfer as transfer
 
-    if scheduler.tp_rank != 1:
+    if rank_of(scheduler) != 1:
         return lambda: None
     original = transfer.split_chunk
 
@@ -116,7 +122,7 @@ def _break_range(scheduler: Any) -> Callable[[], None]:
 def _break_allocation(scheduler: Any) -> Callable[[], None]:
     """Have rank 1 draw free pages in another order than the others."""
     allocator = scheduler.token_to_kv_pool_allocator
-    if scheduler.tp_rank == 1:
+    if rank_of(scheduler) == 1:
         allocator.merge_and_sort_free()
         allocator.free_pages = allocator.free_pages.flip(0)
     return lambda: None
@@ -135,8 +141,11 @@ BREAKS: dict[str, Callable[[Any], Callable[[], None]]] = {
 
 def patch_seam_as_another_plugin_would() -> None:
     """Replace a method that the product wraps."""
-    from sglang.srt.layers.attention.nsa.nsa_indexer import Indexer
+    import importlib
 
+    from cp_shared_kv.releases import installed
+
+    Indexer = importlib.import_module(installed().targets["indexer.store_index_k_cache"].module).Indexer
     stock = Indexer._store_index_k_cache
     Indexer._store_index_k_cache = lambda self, *args, **kwargs: stock(self, *args, **kwargs)
 
@@ -175,18 +184,55 @@ def dump(scheduler: Any) -> dict[str, Any]:
         "max_requests": scheduler.max_running_requests,
         "counters": counters,
         "operations": scheduler._test_probe.forwards if hasattr(scheduler, "_test_probe") else [],
-        "cached": dict(_cached(scheduler.tree_cache.root_node, b"", 0, allocator.page_size)),
+        "cached": scheduler._test_cached(),
     }
 
 
-def _cached(node: Any, digest: bytes, before: int, page_size: int) -> Iterator[tuple[bytes, tuple[int, int]]]:
-    for child in node.children.values():
-        path, last, tokens = digest, before, list(child.key.token_ids)
-        for at, slot in enumerate(child.value[::page_size].tolist()):
-            path = hashlib.sha256(path + repr(tokens[at * page_size : (at + 1) * page_size]).encode()).digest()
-            yield path, (slot // page_size, last)
-            last = slot // page_size
-        yield from _cached(child, path, last, page_size)
+class Cached:
+    """Which pages a radix cache holds, told by their tokens: what was inserted, as far as it still matches."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._page_size = tree.page_size
+        self._keys: list[Any] = []
+        self._pages: dict[bytes, int] = {}
+        self._insert = tree.insert
+        tree.insert = self._note  # of this tree only: the method of the class is one that the product wraps
+
+    def _digests(self, key: Any, pages: int) -> Iterator[bytes]:
+        tokens, digest = list(key.token_ids), b""
+        for at in range(pages):
+            chunk = tokens[at * self._page_size : (at + 1) * self._page_size]
+            digest = hashlib.sha256(digest + repr(chunk).encode()).digest()
+            yield digest
+
+    def _note(self, params: Any) -> Any:
+        pages = [slot // self._page_size for slot in params.value[:: self._page_size].tolist()]
+        whole = len(params.key) // self._page_size
+        key = copy.copy(params.key)
+        result = self._insert(params)
+        new = result.prefix_len // self._page_size
+        for at, (digest, page) in enumerate(zip(self._digests(key, whole), pages[:whole], strict=True)):
+            if at >= new:
+                self._pages[digest] = page
+        self._keys.append(key)
+        return result
+
+    def __call__(self) -> dict[bytes, tuple[int, int]]:
+        """Of each cached page, by a digest of the tokens up to its end: its number and that of the one before."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        from cp_shared_kv.releases import installed
+
+        found: dict[bytes, tuple[int, int]] = {}
+        for key in self._keys:
+            match = self._tree.match_prefix(MatchPrefixParams(key=copy.copy(key)))
+            length = match.device_prefix_len if installed().request_prefix_len else len(match.device_indices)
+            before = 0
+            for digest in self._digests(key, length // self._page_size):
+                found[digest] = (self._pages[digest], before)
+                before = self._pages[digest]
+        return found
 
 
 _serial = 0
@@ -208,7 +254,7 @@ def _apply(scheduler: Any, directory: Path, orders: dict[str, Any]) -> None:
     faults.apply(scheduler, orders)
     content = dump(scheduler) if orders.get("dump") else faults.state(scheduler) if orders.get("state") else None
     if content is not None:
-        path = directory / f"dump.{scheduler.server_args.disaggregation_mode}.{scheduler.tp_rank}"
+        path = directory / f"dump.{scheduler.server_args.disaggregation_mode}.{rank_of(scheduler)}"
         path.write_bytes(pickle.dumps(content))
 
 
@@ -217,28 +263,30 @@ def _agreed_serial(scheduler: Any, path: Path) -> int:
     import torch
 
     serial = torch.zeros(1, dtype=torch.int64)
-    if scheduler.tp_rank == 0 and path.exists():
+    if rank_of(scheduler) == 0 and path.exists():
         serial[0] = json.loads(path.read_text())["serial"]
-    if scheduler.tp_size > 1:
+    if scheduler.tp_group.world_size > 1:
         torch.distributed.broadcast(serial, scheduler.tp_group.ranks[0], scheduler.tp_cpu_group)
     return int(serial)
 
 
 def install() -> None:
-    """Hook ``Scheduler.recv_requests``, which every scheduler calls in each turn of its loop."""
+    """Hook ``Scheduler.process_input_requests``, which every scheduler calls in each turn of its loop."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    original = Scheduler.recv_requests
+    original = Scheduler.process_input_requests
 
-    def recv_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_input_requests(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _serial
         if directory := os.environ.get(CONTROL_ENV):
+            if not hasattr(self, "_test_cached") and not self.tree_cache.disable:
+                self._test_cached = Cached(self.tree_cache)
             role = self.server_args.disaggregation_mode
             path = Path(directory, f"control.{role}.json")
             if (serial := _agreed_serial(self, path)) != _serial:
                 _serial = serial
                 _apply(self, Path(directory), json.loads(path.read_text()))
-                Path(directory, f"ack.{role}.{self.tp_rank}.{serial}").touch()
+                Path(directory, f"ack.{role}.{rank_of(self)}.{serial}").touch()
         return original(self, *args, **kwargs)
 
-    Scheduler.recv_requests = recv_requests
+    Scheduler.process_input_requests = process_input_requests

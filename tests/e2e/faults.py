@@ -84,7 +84,8 @@ class PrefillRank:
     def set_faults(self, faults: list[Fault]) -> None:
         """Have these faults hold instead of those before; writes that those held go on."""
         with self._lock:
-            before, self._faults = self._faults, [fault for fault in faults if fault.rank == self.scheduler.tp_rank]
+            rank = self.scheduler.tp_group.rank_in_group
+            before, self._faults = self._faults, [fault for fault in faults if fault.rank == rank]
         for fault in before:
             fault.over.set()
 
@@ -274,7 +275,7 @@ def apply(scheduler: Any, orders: dict[str, Any]) -> None:
         _hooks(scheduler).set_faults([Fault(**fault) for fault in orders["faults"]])
     if "hold_batches" in orders:
         _hooks(scheduler).batches_held = orders["hold_batches"]
-    if "abort_on_rank" in orders and orders["abort_on_rank"][0] == scheduler.tp_rank:
+    if "abort_on_rank" in orders and orders["abort_on_rank"][0] == scheduler.tp_group.rank_in_group:
         _hooks(scheduler).sender(orders["abort_on_rank"][1]).abort()
     if orders.get("overdue"):
         _hooks(scheduler).make_overdue()
@@ -294,7 +295,7 @@ def state(scheduler: Any) -> dict[str, Any]:
     allocator, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
     return {
         "pid": os.getpid(),
-        "rank": scheduler.tp_rank,
+        "rank": scheduler.tp_group.rank_in_group,
         "available": allocator.available_size(),
         "evictable": tree.evictable_size(),
         "protected": tree.protected_size(),

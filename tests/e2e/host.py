@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib
 import json
 import multiprocessing
 import os
@@ -425,21 +426,23 @@ def main() -> None:
     die_with_parent()
     channel = Connection(int(sys.argv[1]))
     try:
+        from cp_shared_kv.releases import installed
+        from cp_shared_kv_cpu import activate
+        from cp_shared_kv_cpu.model import write_tiny_model
+
+        activate()
         import sglang
         import sglang.srt.disaggregation.decode
         import sglang.srt.disaggregation.mooncake.conn
         import sglang.srt.disaggregation.prefill
         import sglang.srt.entrypoints.engine
-        import sglang.srt.layers.attention.nsa_backend
         import sglang.srt.managers.detokenizer_manager
         import sglang.srt.models.deepseek_v2  # noqa: F401
 
-        from cp_shared_kv_cpu import activate
-        from cp_shared_kv_cpu.model import write_tiny_model
+        importlib.import_module(installed().targets["attention.init_forward_metadata"].module)
 
         from . import control
 
-        activate()
         control.install()
         model = tempfile.mkdtemp(prefix="e2e-model-")
         write_tiny_model(model)

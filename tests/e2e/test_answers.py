@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,8 +19,15 @@ ALL = STEPS + ODD_STEPS + CONCURRENT_STEPS
 IN_STEP = {step.name for step in STEPS + ODD_STEPS}
 LOGICAL = 6144
 
+#: What every release is run on; the rest on the primary one.
+RELEASE = ("bfloat16", 2)
+
 SHARED = [
-    pytest.param(Spec(ALL, cp, True, LOGICAL // cp, kv, dump=True), id=f"{kv}-cp{cp}")
+    pytest.param(
+        Spec(ALL, cp, True, LOGICAL // cp, kv, dump=True),
+        id=f"{kv}-cp{cp}",
+        marks=[pytest.mark.release] if (kv, cp) == RELEASE else [],
+    )
     for kv in ("bfloat16", "fp8_e4m3")
     for cp in (2, 4)
 ]
@@ -44,13 +52,26 @@ def assert_same_answers(report: Report, reference: Report) -> None:
             assert cached == [answer.cached for answer in reference.prefill_answers[name]], name
 
 
+def greatest_difference(report: Report, reference: Report) -> float:
+    """Of all logprobs of both runs."""
+    return max(
+        abs(a - b)
+        for name, answers in report.answers.items()
+        for answer, expected in zip(answers, reference.answers[name], strict=True)
+        for a, b in zip(answer.logprobs, expected.logprobs, strict=True)
+    )
+
+
 @pytest.mark.parametrize("spec", SHARED)
-def test_logprobs_equal_stock_prefill_cp(spec: Spec) -> None:
-    assert_same_answers(run(spec), run(stock_like(spec)))
+def test_logprobs_equal_stock_prefill_cp(spec: Spec, record_property: Callable[[str, object], None]) -> None:
+    report, reference = run(spec), run(stock_like(spec))
+    assert_same_answers(report, reference)
+    record_property("requests compared with stock CP", sum(len(answers) for answers in report.answers.values()))
+    record_property("greatest logprob difference to stock CP", greatest_difference(report, reference))
 
 
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_logprobs_equal_stock_without_cp(cp_size: int) -> None:
+@pytest.mark.parametrize("cp_size", [pytest.param(2, marks=pytest.mark.release), 4])
+def test_logprobs_equal_stock_without_cp(cp_size: int, record_property: Callable[[str, object], None]) -> None:
     # bf16 only: with fp8, stock itself answers differently at CP 1, which batches differently.
     # CP 1 is not limited to one request a batch, which changes nothing for bf16 but the cached-token counts.
     report = run(Spec(ALL, cp_size, True, LOGICAL // cp_size, dump=True))
@@ -61,15 +82,19 @@ def test_logprobs_equal_stock_without_cp(cp_size: int) -> None:
         expected = reference.answers[name]
         assert [a.ids for a in answers] == [a.ids for a in expected], name
         assert [a.logprobs for a in answers] == [a.logprobs for a in expected], name
+    record_property("greatest logprob difference to CP 1", greatest_difference(report, reference))
 
 
 @pytest.mark.parametrize("spec", SHARED)
-def test_each_rank_holds_exactly_its_pages_of_the_unsharded_pool(spec: Spec) -> None:
+def test_each_rank_holds_exactly_its_pages_of_the_unsharded_pool(
+    spec: Spec, record_property: Callable[[str, object], None]
+) -> None:
     """Every cached page of every layer, after every step; pages that are not owned do not exist, page 0 is untouched.
 
     The allocators hand out other pages, so pages are told by the tokens that they and those before them hold.
     """
     report, reference = run(spec), run(stock_like(spec))
+    compared = 0
     for name, ranks in report.dumps.items():
         oracle = reference.dumps[name][0]
         if name in IN_STEP:
@@ -86,7 +111,9 @@ def test_each_rank_holds_exactly_its_pages_of_the_unsharded_pool(spec: Spec) -> 
                     assert len(held) == (len(stock) - 1) // spec.cp_size + 1
                     same = held[(shared[mine] - 1) // spec.cp_size + 1] == stock[pages[mine]]
                     assert same.all(), (name, kind, layer, rank)
+                    compared += len(same)
                     assert not held[0].any(), (name, kind, layer, rank)
+    record_property("pages compared with the unsharded pool", compared)
 
 
 @pytest.mark.parametrize("spec", SHARED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cp_shared_kv.releases import installed
+
 from .harness import run
 from .prompts import tokens
 from .spec import Spec, Step
@@ -28,12 +30,13 @@ def test_switched_off_plugin_leaves_no_trace() -> None:
     assert "CP shared KV" not in report.log
 
 
+@pytest.mark.release
 def test_seam_replaced_by_somebody_else_stops_the_server_before_pools_are_built() -> None:
     report = run(Spec(STEPS, 2, True, 1024, foreign_patch=True))
     assert report.failure is not None
     # Already in the launching process, where the module is imported there.
     said = report.log + report.failure
-    assert "already patched: sglang.srt.layers.attention.nsa.nsa_indexer.Indexer._store_index_k_cache" in said
+    assert f"already patched: {installed().targets['indexer.store_index_k_cache'].path}" in said
     assert "KV Cache is allocated" not in report.log
 
 

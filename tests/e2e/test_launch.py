@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_shared_kv.releases import installed
 from cp_shared_kv_cpu.launch import cpu_environment, server_flags
 from cp_shared_kv_cpu.model import write_tiny_model
 
@@ -65,6 +66,7 @@ def test_spawned_processes_answer_as_forked_ones_do() -> None:
     assert "CP shared KV scheduler capacity: logical_tokens=2048" in spawned.log
 
 
+@pytest.mark.release
 def test_http_server_with_the_flag_warms_up_and_ends_cleanly(model: Path, tmp_path: Path) -> None:
     """Warm-up requests go through SGLang's fake sender, which takes no page positions."""
     flags = [flag for flag in prefill_flags(model) if flag != "--skip-server-warmup"]
@@ -98,13 +100,16 @@ def test_http_server_with_the_flag_warms_up_and_ends_cleanly(model: Path, tmp_pa
     assert "SharedPoolError" not in text
 
 
+@pytest.mark.release
 def test_flag_on_an_unsupported_server_stops_the_launch_and_names_every_reason(model: Path) -> None:
-    flags = prefill_flags(model, nsa_prefill_cp_mode="round-robin-split", enable_mixed_chunk=True)
+    names = installed().arguments
+    other = {"in-seq-split": "round-robin-split", "zigzag": "interleave"}[names.in_seq_split]
+    flags = prefill_flags(model, **{names.cp_mode: other}, enable_mixed_chunk=True)
     done = launch([*flags, FLAG], SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER="0")
     assert_stopped_before_weights(done)
     output = done.stdout + done.stderr
     for reason in (
-        "[cp_mode] found nsa_prefill_cp_mode='round-robin-split'",
+        f"[cp_mode] found {names.cp_mode}={other!r}",
         "[mixed chunk]",
         "[all_cp_ranks_transfer]",
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .ranks import call
+from .worker import PAGE
 
 pytestmark = [pytest.mark.gloo, pytest.mark.timeout(400)]
 
@@ -76,3 +77,19 @@ def test_a_difference_is_seen_at_the_next_comparison() -> None:
 
 def test_comparison_can_be_turned_off() -> None:
     assert call("divergence", 2, pages=[SAME, [[8], [8], [8]]], every=0) == [(0, None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("admitted", "tokens", "said"),
+    [
+        ([], 100 * PAGE, "asked stock"),
+        ([3 * PAGE], 4 * PAGE, "asked stock"),
+        ([3 * PAGE], 4 * PAGE + 1, "OTHER"),
+        ([1, 1, 1, 1, 1, 1], 1, "asked stock"),
+        ([1, 1, 1, 1, 1, 1, 1], 1, "OTHER"),
+    ],
+)
+def test_a_request_joins_a_batch_while_the_pages_of_all_fit_in_the_workspace(
+    admitted: list[int], tokens: int, said: str
+) -> None:
+    assert call("admission", 1, admitted=admitted, tokens=tokens) == [said]

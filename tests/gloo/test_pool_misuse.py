@@ -23,6 +23,7 @@ SAID = {
     "write of non-MLA rows": "set_kv_buffer",
     "read by logical slot": "get_mla_kv_buffer",
     "copy to the host": "get_cpu_copy",
+    "move between slots": "move_kv_cache",
     "the forward's own error": "KeyError",
     "read after a forward that raised": "outside a forward",
     "write of a batch without requests": "",

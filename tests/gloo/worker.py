@@ -43,13 +43,14 @@ def group_of(rank: int, size: int) -> Any:
     )
 
 
-def make_pool(pages: int, dtype: str, layers: int = LAYERS) -> Any:
-    """A stock NSA pool of ``pages`` pages, every byte of it poisoned."""
+def make_pool(pages: int, dtype: str, layers: int = LAYERS, skip: list[int] | None = None) -> Any:
+    """A stock NSA pool of ``pages`` pages, every byte of it poisoned; layers ``skip`` have no index-K."""
     import torch
-    from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+
+    from cp_shared_kv.releases import symbol
 
     fp8 = dtype == "fp8_e4m3"
-    pool = NSATokenToKVPool(
+    pool = symbol("NSATokenToKVPool")(
         size=pages * PAGE,
         page_size=PAGE,
         kv_lora_rank=512,
@@ -60,6 +61,7 @@ def make_pool(pages: int, dtype: str, layers: int = LAYERS) -> Any:
         index_head_dim=128,
         enable_memory_saver=False,
         kv_cache_dim=656 if fp8 else 576,
+        **({} if skip is None else {"skip_topk_layers": [layer in skip for layer in range(layers)]}),
     )
     for buffer in (*pool.kv_buffer, *pool.index_k_with_scale_buffer):
         buffer.view(torch.uint8).fill_(POISON)
@@ -105,8 +107,12 @@ def run_forwards(
     from cp_shared_kv.layout import CpSharedKVLayout
     from cp_shared_kv.plan import build_plan
     from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+    from cp_shared_kv.releases import installed
 
     layout = CpSharedKVLayout(PAGE, size, rank)
+    # Later releases read keys and scales together only.
+    readers = {"get_index_k_continuous", "get_index_k_scale_continuous"}
+    readers -= {seam.removeprefix("pool.") for seam in installed().absent}
     if apart:
         collectives.GLOO_ONE_CALL_UP_TO = 0
     group = group_of(rank, size)
@@ -173,7 +179,7 @@ def run_forwards(
                 end, table, local = chunk.end, tables[i].int(), active.page_table[i]
                 read, expected = shared.get_key_buffer(layer_id), oracle.get_key_buffer(layer_id)
                 same(read[slots[i, :end]].view(torch.uint8), expected[logical[i, :end]].view(torch.uint8))
-                for name in ("get_index_k_continuous", "get_index_k_scale_continuous"):
+                for name in readers:
                     same(getattr(shared, name)(layer_id, end, local), getattr(oracle, name)(layer_id, end, table))
             ends = torch.tensor([c.end for c in chunks])
             fused = (ends, int(ends.sum()), int(ends.max()))
@@ -214,6 +220,7 @@ def pool_self_check(
     physical_pages: int = 3,
     layers: int = LAYERS,
     prefetch: bool = False,
+    skip: list[int] | None = None,
 ) -> dict[str, Any]:
     """Outcome of the pool's self-check where one rank or the order of the ranks is broken.
 
@@ -246,7 +253,7 @@ def pool_self_check(
     layout_type = {"owner": Rotated, "owners alike": Constant}.get(breaks or "") if rank == 1 else None
     gather = PageGather(group_of(claimed, size))
     pool = CPSharedNSATokenToKVPool.adopt(
-        make_pool(physical_pages, dtype, layers),
+        make_pool(physical_pages, dtype, layers, skip),
         layout=(layout_type or CpSharedKVLayout)(PAGE, size, claimed),
         workspace_pages=2 * size + 1,
         gather=gather,
@@ -285,39 +292,104 @@ def pool_self_check(
     return out
 
 
+def index_store(rank: int, size: int, seam: str, given: bool) -> dict[str, Any]:
+    """What a store of the indexer, called through its wrapper, is given; it calls the other store inside."""
+    import numpy as np
+    import torch
+
+    from cp_shared_kv.collectives import PageGather
+    from cp_shared_kv.layout import CpSharedKVLayout
+    from cp_shared_kv.metrics import COUNTERS
+    from cp_shared_kv.patches import indexer
+    from cp_shared_kv.plan import build_plan
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+    from cp_shared_kv.releases import installed
+
+    layout = CpSharedKVLayout(PAGE, size, rank)
+    gather = PageGather(group_of(rank, size))
+    pool = CPSharedNSATokenToKVPool.adopt(make_pool(4, "bfloat16"), layout=layout, workspace_pages=8, gather=gather)
+    indexer.symbol = lambda name: lambda: pool  # type: ignore[assignment]
+    logical = torch.arange(3 * PAGE, 3 * PAGE + 40)
+    batch = SimpleNamespace(token_to_kv_pool=pool, out_cache_loc=logical)
+    pool.begin_forward(build_plan(layout, np.array([[1, 2, 3]]), [2 * PAGE], [2 * PAGE + 40], 8)).token_slots(PAGE, 40)
+    wrappers = {patch.seam: patch.wrapper for patch in indexer.GROUP.patches}
+    seen: dict[str, Any] = {"logical slots": logical.tolist(), "workspace slots": pool._active.write_slots.tolist()}
+    before = COUNTERS.gather_calls
+
+    def stock(**named: Any) -> None:
+        locs = named.get("out_cache_loc")
+        seen["slots"] = (named["forward_batch"].out_cache_loc if locs is None else locs).tolist()
+
+    def outer(**named: Any) -> None:
+        named = {name: named[name] for name in ("forward_batch", "layer_id", "out_cache_loc") if name in named}
+        wrappers["indexer.store_index_k_cache"](stock, None, (), named)
+
+    function = stock if seam == "indexer.store_index_k_cache" else outer
+    known = {"forward_batch": batch, "layer_id": 0, "out_cache_loc": logical if given else None}
+    names = installed().targets[seam].parameters[1:]
+    wrappers[seam](function, None, (), {name: known[name] for name in names if name in known})
+    seen["batch afterwards"] = batch.out_cache_loc.tolist()
+    seen["gathers"] = COUNTERS.gather_calls - before
+    return seen
+
+
+def admission(rank: int, size: int, admitted: list[int], tokens: int) -> str:
+    """Whether a request may join a batch of requests of so many tokens, where the workspace has 7 pages."""
+    from cp_shared_kv.layout import CpSharedKVLayout
+    from cp_shared_kv.patches.capacity import _add_one_req
+    from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+
+    layout = CpSharedKVLayout(PAGE, size, rank)
+    pool = CPSharedNSATokenToKVPool.adopt(make_pool(4, "bfloat16"), layout=layout, workspace_pages=8, gather=None)
+    allocator = SimpleNamespace(get_kvcache=lambda: pool)
+    first, *others = [SimpleNamespace(origin_input_ids=[1] * n, output_ids=[]) for n in (tokens, *admitted)]
+    adder = SimpleNamespace(can_run_list=others, tree_cache=SimpleNamespace(token_to_kv_pool_allocator=allocator))
+    said = _add_one_req(lambda *args: "asked stock", adder, (first, False, None), {})
+    return said if isinstance(said, str) else str(said.name)
+
+
 def build_pools(rank: int, size: int, broken_rank: int | None) -> tuple[str | None, int]:
-    """What building the pools of a model runner says where one rank keeps nothing, and the capacity it then has."""
+    """What building the pools says where one rank keeps nothing, and the capacity that SGLang then has."""
     import sglang.srt.distributed.parallel_state as parallel_state
     import torch
-    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
     from cp_shared_kv.patches.capacity import _init_pools
     from cp_shared_kv.pool import CPSharedNSATokenToKVPool
+    from cp_shared_kv.releases import installed, symbol
 
-    parallel_state.get_attn_cp_group = lambda: group_of(rank, size)
+    group = group_of(rank, size)
+    parallel_state.get_attn_cp_group = lambda: group
     if rank == broken_rank:
         CPSharedNSATokenToKVPool._keep = lambda self, store, layer_id: None  # type: ignore[method-assign]
-    runner = SimpleNamespace(
+    builder = SimpleNamespace(
         device="cpu",
         is_draft_worker=False,
         page_size=PAGE,
-        max_total_num_tokens=3 * PAGE,
-        server_args=SimpleNamespace(attn_cp_size=size, dist_timeout=None),
+        server_args=SimpleNamespace(dist_timeout=None),
         model_config=SimpleNamespace(context_len=300),
         kv_cache_dtype=torch.bfloat16,
     )
+    pool = make_pool(3, "bfloat16")
+    allocator = symbol("PagedTokenToKVPoolAllocator")(pool.size, PAGE, torch.bfloat16, "cpu", pool, need_sort=True)
+    stock = {"token_to_kv_pool": pool, "token_to_kv_pool_allocator": allocator, "max_total_num_tokens": pool.size}
 
-    def stock_init_pools() -> None:
-        pool = runner.token_to_kv_pool = make_pool(3, "bfloat16")
-        runner.token_to_kv_pool_allocator = PagedTokenToKVPoolAllocator(
-            pool.size, PAGE, torch.bfloat16, "cpu", pool, need_sort=True
-        )
+    def stock_init_pools() -> Any:
+        if not installed().pools_in_result:
+            vars(builder).update(stock)
+            return None
+        from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigResult
+
+        fields = dict.fromkeys(KVCacheConfigResult.__struct_fields__)
+        return KVCacheConfigResult(**{**fields, **stock})
 
     try:
-        _init_pools(stock_init_pools, runner, (), {})
+        result = _init_pools(stock_init_pools, builder, (), {})
     except RuntimeError as error:
-        return str(error), runner.max_total_num_tokens
-    return None, runner.max_total_num_tokens
+        return str(error), pool.size
+    built = result if installed().pools_in_result else builder
+    assert type(built.token_to_kv_pool) is CPSharedNSATokenToKVPool
+    assert built.token_to_kv_pool_allocator.size == built.max_total_num_tokens
+    return None, built.max_total_num_tokens
 
 
 def communicator_timeout(rank: int, size: int, seconds: float | None) -> float:
@@ -351,24 +423,26 @@ def charge(rank: int, size: int, available: int, dtype: str, context_len: int, p
 
     from cp_shared_kv.config import PREFETCH_ENV
     from cp_shared_kv.layout import CpSharedKVLayout
+    from cp_shared_kv.patches import capacity
     from cp_shared_kv.patches.capacity import CapacityError, _profile_available_bytes, _workspace_pages
     from cp_shared_kv.pool import CPSharedNSATokenToKVPool
 
-    parallel_state.get_attn_cp_group = lambda: group_of(rank, size)
+    group = group_of(rank, size)
+    parallel_state.get_attn_cp_group = lambda: group
     fp8 = dtype == "fp8_e4m3"
     hf_config = SimpleNamespace(architectures=["DeepseekV32ForCausalLM"], index_topk=64, index_head_dim=128)
+    capacity._mla_kv_cache_dim = lambda builder: 656 if fp8 else 576
     runner = SimpleNamespace(
         device="cpu",
         page_size=PAGE,
-        server_args=SimpleNamespace(attn_cp_size=size, dist_timeout=None),
+        server_args=SimpleNamespace(dist_timeout=None),
         model_config=SimpleNamespace(context_len=context_len, hf_config=hf_config),
         kv_cache_dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
-        calculate_mla_kv_cache_dim=lambda: 656 if fp8 else 576,
     )
     pool = CPSharedNSATokenToKVPool.adopt(
         make_pool(4, dtype),
         layout=CpSharedKVLayout(PAGE, size, rank),
-        workspace_pages=_workspace_pages(runner),
+        workspace_pages=_workspace_pages(runner, size),
         gather=None,
         prefetch=prefetch,
     )
@@ -423,6 +497,7 @@ def misuse(rank: int, size: int) -> dict[str, str]:
     attempt("write of non-MLA rows", lambda: pool.set_kv_buffer(None, None, None, None))
     attempt("read by logical slot", lambda: pool.get_mla_kv_buffer(None, None))
     attempt("copy to the host", lambda: pool.get_cpu_copy(None))
+    attempt("move between slots", lambda: pool.move_kv_cache(None, None))
 
     def raising(*args: Any, **kwargs: Any) -> None:
         raise KeyError("kernel")
@@ -472,8 +547,10 @@ def main() -> None:
         import torch
 
         from cp_shared_kv_cpu import activate
+        from model import bookkeeping
 
         activate()
+        bookkeeping.install(PAGE)
         torch.set_num_threads(1)
     except BaseException:
         channel.send(traceback.format_exc())

@@ -1,7 +1,7 @@
 """Model-based tests: Hypothesis drives shared KV through requests, chunks, evictions and transfers beside an oracle.
 
 One process plays all ranks of an attention-CP group, on a CPU and without servers. Real are, one of each per rank: the
-allocator, the plan, the pool with its gather, the transfer split, and SGLang's ``RadixCache``, ``ReqToTokenPool``,
+allocator, the plan, the pool with its gather, the transfer split, and SGLang's prefix tree, ``ReqToTokenPool``,
 ``Req``, slot allocation and ``send_kv_chunk``. Stood in for are the model (rows of traceable bytes), the collectives of
 torch.distributed, and decode.
 

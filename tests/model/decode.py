@@ -25,6 +25,16 @@ class Destination:
     prefix_pages: int
     is_dummy: bool = False
 
+    @property
+    def kv_pages(self) -> int:
+        """KV pages that are to be sent."""
+        return len(self.dst_kv_indices)
+
+    @property
+    def state_pages(self) -> list[int]:
+        """Index-K pages that are to be sent, in one list."""
+        return [len(pages) for pages in self.dst_state_indices]
+
 
 class Decode:
     """Decode's pools of ``pages`` pages; page 0 is the dummy page."""

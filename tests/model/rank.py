@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,25 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import wrapt
-from sglang.srt import server_args
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
-from sglang.srt.layers.attention.nsa import index_buf_accessor
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache import allocator as stock_allocator
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import (
-    alloc_for_extend,
-    kv_to_page_num,
-    maybe_cache_unfinished_req,
-    release_kv_cache,
-)
-from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.mem_cache.common import kv_to_page_num
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.sampling.sampling_params import SamplingParams
 
 from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
 from cp_shared_kv.collectives import page_rows
@@ -40,50 +29,27 @@ from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.patches import page_ids
 from cp_shared_kv.patches.attention import _plan
 from cp_shared_kv.pool import ActivePlan, CPSharedNSATokenToKVPool
+from cp_shared_kv.releases import installed, symbol
 from cp_shared_kv.transfer import PagePositions, chunk_problem, split_chunk, split_state
 from cp_shared_kv_cpu import triton_twins
 
+from . import bookkeeping
 from .collective import Exchange
 from .decode import Decode, Destination
 from .oracle import INDEX_PAGE_BYTES, KEY_BYTES, KV_BYTES, LAYERS, NOPE, PAGE, ROPE, Bytes, Rows, Slots
 
-#: The only arguments of the server that SGLang's bookkeeping reads; with Triton for attention it would copy page tables
-#: by a kernel, here it does so by torch.
-SERVER_ARGUMENTS = SimpleNamespace(
-    page_size=PAGE, speculative_algorithm=None, strip_thinking_cache=False, attention_backend="torch_native"
-)
-
-STOCK_EXTEND_KERNEL = stock_allocator.alloc_extend_kernel
-
-
-class ExtendKernel:
-    """Stands for SGLang's allocation kernel, by SGLang's own torch version: the interpreter takes 10 ms a call."""
-
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
-        return self.run
-
-    @staticmethod
-    def run(
-        prefix_lens: torch.Tensor,
-        seq_lens: torch.Tensor,
-        last_loc: torch.Tensor,
-        free_pages: torch.Tensor,
-        out: torch.Tensor,
-        batch_size: int,
-        page_size: int,
-    ) -> None:
-        """Write the slots of each request's new tokens to ``out``."""
-        stock_allocator.alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out, page_size, "cpu")
-
 
 def install() -> None:
-    """Give SGLang's bookkeeping the server arguments, its kernels' torch versions, and the wrappers that note pages."""
-    server_args.set_global_server_args_for_scheduler(SERVER_ARGUMENTS)
-    stock_allocator.alloc_extend_kernel = ExtendKernel()
-    wrapt.wrap_function_wrapper(RadixCache, "cache_unfinished_req", page_ids._cache_unfinished_req)
-    wrapt.wrap_function_wrapper(RadixCache, "_split_node", page_ids._split_node)
+    """Give SGLang's bookkeeping what it needs, its kernels' torch versions, and the wrappers that note pages."""
+    for patch in page_ids.GROUP.patches:
+        if patch.seam.startswith("tree.") and patch.seam in installed().targets:
+            module, name = bookkeeping.place_of(patch.seam)
+            wrapt.wrap_function_wrapper(module, name, patch.wrapper)
+    bookkeeping.install(PAGE)
     memory_pool.set_mla_kv_buffer_triton = triton_twins.set_mla_kv_buffer
-    index_buf_accessor._set_k_and_s_triton = triton_twins.set_k_and_s
+    memory_pool.set_mla_kv_buffer_dcp_sharded_triton = triton_twins.set_mla_kv_buffer_dcp_sharded
+    holder = "sglang.srt.mem_cache.index_key_cache" if installed().index_key_cache else memory_pool.__name__
+    importlib.import_module(holder).index_buf_accessor._set_k_and_s_triton = triton_twins.set_k_and_s
 
 
 @dataclass
@@ -155,7 +121,7 @@ class Rank:
         self.number = rank
         self.pages = pages
         self.layout = CpSharedKVLayout(page_size=PAGE, cp_size=size, cp_rank=rank)
-        stock = NSATokenToKVPool(
+        stock = symbol("NSATokenToKVPool")(
             size=pages * PAGE,
             page_size=PAGE,
             kv_lora_rank=NOPE,
@@ -184,15 +150,8 @@ class Rank:
         )
         self.pool.page_check = PageCheck(PAGE, "cpu")
         self.table = ReqToTokenPool(requests, longest + PAGE, "cpu", enable_memory_saver=False)
-        self.tree = RadixCache(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.table,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=PAGE,
-            )
-        )
-        self.reqs: dict[str, Req] = {}
+        self.tree = bookkeeping.make_tree(self.table, self.allocator, PAGE)
+        self.reqs: dict[str, Any] = {}
         self.queue: deque[Piece] = deque()
         #: Persistent bytes of each layer by physical page, as views.
         self.kv = [layer.view(torch.uint8).view(pages + 1, -1).numpy() for layer in self.pool.physical_kv_buffer]
@@ -201,7 +160,7 @@ class Rank:
             KV_BYTES * PAGE: torch.empty(workspace_pages, KV_BYTES * PAGE // 8, dtype=torch.int64),
             INDEX_PAGE_BYTES: torch.empty(workspace_pages, INDEX_PAGE_BYTES // 8, dtype=torch.int64),
         }
-        manager = SimpleNamespace(kv_args=SimpleNamespace(state_types=[StateType.NSA]))
+        manager = SimpleNamespace(kv_args=SimpleNamespace(state_types=[StateType(installed().index_k_state)]))
         self.scheduler = SimpleNamespace(
             token_to_kv_pool_allocator=self.allocator,
             req_to_token_pool=self.table,
@@ -213,7 +172,7 @@ class Rank:
 
     def add(self, name: str, tokens: list[int], destination: Destination) -> None:
         """Put a request, whose destination decode has announced, in the waiting queue."""
-        self.reqs[name] = Req(name, "", tokens, SamplingParams(max_new_tokens=1))
+        self.reqs[name] = bookkeeping.make_request(name, tokens)
         self._bootstrap(name, destination)
 
     def _bootstrap(self, name: str, destination: Destination) -> None:
@@ -224,15 +183,16 @@ class Rank:
     def admit(self, name: str, first: bool) -> int:
         """Look up the cached prefix, hold on to it, and return its length in tokens."""
         req = self.reqs[name]
-        req.init_next_round_input(self.tree if first else None)
         if first:
-            self.tree.inc_lock_ref(req.last_node)
-        return len(req.prefix_indices)
+            bookkeeping.match(req, self.tree)
+        else:
+            req.init_next_round_input(None)
+        return bookkeeping.prefix_len(req)
 
     def refuse(self, name: str, first: bool) -> None:
         """Undo :meth:`admit`."""
         if first:
-            self.tree.dec_lock_ref(self.reqs[name].last_node)
+            bookkeeping.let_go(self.reqs[name], self.tree)
 
     def budget(self) -> int:
         """Tokens that can be allocated, evicting what is not in use."""
@@ -242,48 +202,29 @@ class Rank:
         """Logical slots of a batch's new tokens; of each request so many as given."""
         reqs = [self.reqs[name] for name, _ in chunks]
         for req, (_, tokens) in zip(reqs, chunks, strict=True):
-            end = len(req.prefix_indices) + tokens
-            req.is_chunked = int(end < len(req.fill_ids))
-            req.fill_ids = req.fill_ids[:end]
-            req.set_extend_input_len(tokens)
-        seq_lens = torch.tensor([len(req.fill_ids) for req in reqs])
-        batch = SimpleNamespace(
-            reqs=reqs,
-            prefix_lens=[len(req.prefix_indices) for req in reqs],
-            extend_lens=[tokens for _, tokens in chunks],
-            extend_num_tokens=sum(tokens for _, tokens in chunks),
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens,
-            device="cpu",
-            req_to_token_pool=self.table,
-            tree_cache=self.tree,
-            maybe_evict_swa=lambda: None,
-        )
-        slots = wrapt.FunctionWrapper(alloc_for_extend, page_ids._alloc_for_extend)(batch)[0]
-        for req in reqs:
-            req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
-        return slots.numpy()
+            bookkeeping.take_chunk(req, bookkeeping.prefix_len(req) + tokens)
+        module, name = bookkeeping.place_of("cache.alloc_for_extend")
+        allocate = wrapt.FunctionWrapper(getattr(module, name), page_ids._alloc_for_extend)
+        slots: Slots = bookkeeping.allocate(bookkeeping.batch_of(reqs, self.table, self.tree), allocate).numpy()
+        return slots
 
     def after_chunk(self, name: str) -> None:
         """Cache what was computed and send it, as the scheduler does between forwards."""
         req = self.reqs[name]
         last = not req.is_chunked
-        if last:
-            req.output_ids.append(0)
-        maybe_cache_unfinished_req(req, self.tree, chunked=not last)
+        bookkeeping.cache_chunk(req, self.tree)
         self.pool.page_check.raise_if_different()
         SchedulerDisaggregationPrefillMixin.send_kv_chunk(self.scheduler, req, last_chunk=last)
 
     def release(self, name: str, insert: bool) -> None:
         """Give up a request's slots, keeping them in the radix cache or not."""
         self.drop(name)
-        release_kv_cache(self.reqs[name], self.tree, is_insert=insert)
+        bookkeeping.release(self.reqs[name], self.tree, insert)
 
     def retract(self, name: str, destination: Destination) -> None:
         """Take a request's slots away and put it back in the waiting queue; decode has announced a new destination."""
         self.release(name, insert=False)
-        self.reqs[name].reset_for_retract()
-        self.reqs[name].output_ids = []
+        bookkeeping.retract(self.reqs[name])
         self._bootstrap(name, destination)
 
     def drop(self, name: str) -> None:
@@ -311,13 +252,12 @@ class Rank:
             _original_forward_mode=mode,
             batch_size=1 if idle else len(reqs),
             # An idle batch is relabelled by SGLang: one made-up request of one token.
-            seq_lens_cpu=torch.tensor([1] if idle else [len(req.fill_ids) for req in reqs]),
-            extend_prefix_lens_cpu=[0] if idle else [len(req.prefix_indices) for req in reqs],
-            req_pool_indices=torch.tensor([0] if idle else [req.req_pool_idx for req in reqs]),
-            req_to_token_pool=self.table,
+            seq_lens_cpu=torch.tensor([1] if idle else [bookkeeping.chunk_end(req) for req in reqs]),
+            extend_prefix_lens_cpu=[0] if idle else [bookkeeping.prefix_len(req) for req in reqs],
+            req_pool_indices=torch.tensor([0] if idle else [bookkeeping.row_of(req) for req in reqs]),
             rids=[] if idle else names,
         )
-        active = self.pool.begin_forward(_plan(self.pool, batch))
+        active = self.pool.begin_forward(_plan(self.pool, batch, self.table.req_to_token))
         active.token_slots(PAGE, rows)
         return active
 
@@ -373,17 +313,23 @@ class Rank:
     def slots_of(self, name: str) -> Slots:
         """Logical slots that a request holds; none while it waits."""
         req = self.reqs[name]
-        if req.req_pool_idx is None:
+        row = bookkeeping.row_of(req)
+        if row is None:
             return np.empty(0, dtype=np.int64)
-        return self.table.req_to_token[req.req_pool_idx, : req.kv_committed_len].numpy().astype(np.int64)
+        return self.table.req_to_token[row, : bookkeeping.held_tokens(req)].numpy().astype(np.int64)
 
     def free_pages(self) -> Slots:
         """Logical pages that can be handed out, in the allocator's order."""
         return torch.cat((self.allocator.free_pages, self.allocator.release_pages)).numpy()
 
-    def nodes(self) -> list[TreeNode]:
-        """Nodes of the radix tree but its root."""
-        found, stack = [], [self.tree.root_node]
+    def cached_slots(self) -> Slots:
+        """Logical slots that the prefix tree holds."""
+        return bookkeeping.tree_slots(self.tree)
+
+    def nodes(self) -> list[Any]:
+        """Nodes of the prefix tree but its root; none where the tree does not show them."""
+        found: list[Any] = []
+        stack = [] if bookkeeping.holds("opaque_tree") else [self.tree.root_node]
         while stack:
             children = list(stack.pop().children.values())
             found += children

@@ -127,15 +127,18 @@ def test_every_sabotage_is_tried(in_sglang: InSglang) -> None:
 def kernel_beside_stand_in(cases: list[tuple[list[int], list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
     """Slots by SGLang's kernel, interpreted, and by its stand-in."""
     import torch
-    from sglang.srt.mem_cache.allocator import next_power_of_2
+    from sglang.srt.utils import next_power_of_2
 
-    from .rank import STOCK_EXTEND_KERNEL, ExtendKernel
+    from .bookkeeping import REPLACED, ExtendKernel, install
+
+    if not REPLACED:
+        install(64)
 
     free = torch.tensor([9, 4, 7, 2, 8, 1])
     found = []
     for prefix_lens, seq_lens, last in cases:
         slots = [torch.full((sum(seq_lens) - sum(prefix_lens),), -1) for _ in range(2)]
-        for kernel, out in zip((STOCK_EXTEND_KERNEL, ExtendKernel()), slots, strict=True):
+        for kernel, out in zip((REPLACED[0], ExtendKernel()), slots, strict=True):
             arguments = (torch.tensor(prefix_lens), torch.tensor(seq_lens), torch.tensor(last), free, out)
             kernel[(len(seq_lens),)](*arguments, next_power_of_2(len(seq_lens)), 64)
         found.append((slots[0].tolist(), slots[1].tolist()))

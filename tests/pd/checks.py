@@ -29,7 +29,9 @@ def _assert_pages_arrived(report: Report, room: int) -> None:
     for rank in report.decode:
         outcome = rank.outcomes[room]
         assert outcome.status == SUCCESS, f"room {room}, decode rank {rank.tp_rank}: {outcome}"
-        assert outcome.wrong_pages == {kind: [] for kind in KINDS}, f"room {room}, decode rank {rank.tp_rank}"
+        assert outcome.wrong_pages == {kind: [] for kind in KINDS}, (
+            f"room {room}, decode rank {rank.tp_rank}: wrong pages {outcome.wrong_pages}"
+        )
         assert outcome.error == "", f"room {room}, decode rank {rank.tp_rank}: {outcome.error}"
 
 

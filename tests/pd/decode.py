@@ -6,14 +6,27 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from .pools import Cluster, init_distributed, init_engine, make_pool, page_bytes, poison
-from .prefill import LOOPBACK, METADATA_SLOTS, first_token
+from cp_shared_kv.releases import installed
+
+from .facts import holds, made
+from .pools import (
+    METADATA_SLOTS,
+    Cluster,
+    init_distributed,
+    init_engine,
+    make_metadata_buffers,
+    make_pool,
+    page_bytes,
+    poison,
+)
+from .prefill import LOOPBACK, first_token
 from .product import decode_patches
 from .scenario import (
     ABORTED,
@@ -28,7 +41,7 @@ from .scenario import (
     Request,
     page_content,
 )
-from .standins import ClientStream, Req, ServerArgs, TreeCache
+from .standins import ClientStream, Coordinator, KVRecord, Req, ServerArgs, TreeCache
 from .wire import Signals, registered_regions
 
 #: Signals of prefill upon which decode announces itself for a request that it holds back.
@@ -59,8 +72,14 @@ class DecodeScheduler:
     server_args: ServerArgs
     stream_output: ClientStream
     spec_algorithm: NoSpeculation
+    output_streamer: ClientStream
     enable_hisparse: bool = False
     enable_metrics: bool = False
+    enable_decode_hicache: bool = False
+    metrics_reporter: Any = field(default_factory=lambda: SimpleNamespace(enable_metrics=False))
+    batch_result_processor: Coordinator = field(default_factory=Coordinator)
+    disagg_decode_prealloc_queue: None = None
+    kv_checksum_computer: None = None
 
 
 class DecodeRank:
@@ -72,7 +91,7 @@ class DecodeRank:
         self.prefill_address = f"{LOOPBACK}:{cluster.bootstrap_port}"
         cluster.barrier.wait()  # the bootstrap server is up
         self.signals = Signals(cluster.prefill_dist_port)
-        init_distributed(self.scenario.decode_tp, tp_rank, cluster.decode_dist_port, cp_size=1)
+        init_distributed(self.scenario.decode_tp, tp_rank, cluster.decode_dist_port, 1, cluster.bootstrap_port)
         if self.scenario.on_decode:
             decode_patches().apply()
         self.log = ErrorLog()
@@ -97,13 +116,11 @@ class DecodeRank:
         from sglang.srt.disaggregation.mooncake import MooncakeKVManager
         from sglang.srt.disaggregation.utils import (
             DisaggregationMode,
-            MetadataBuffers,
             ReqToMetadataIdxAllocator,
-            setup_state_kv_args,
         )
 
         server_args = ServerArgs(disaggregation_bootstrap_port=bootstrap_port)
-        self.metadata = MetadataBuffers(METADATA_SLOTS, 16, torch.float32)
+        self.metadata = make_metadata_buffers()
         self.metadata_slots = ReqToMetadataIdxAllocator(METADATA_SLOTS)
         args = KVArgs()
         args.engine_rank = self.tp_rank
@@ -112,21 +129,35 @@ class DecodeRank:
         args.page_size = PAGE_SIZE
         args.gpu_id = 0
         args.ib_device = None
-        args.prefill_start_layer = 0
+        args.prefill_start_layer = args.num_draft_entries = 0
+        args.kv_cache_dtype_str = "fp8_e4m3"
+        args.kv_layer_ids = []
+        args.kv_layout = args.mla_compression_ratios = args.rust_http_port = None
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
         args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = self.metadata.get_buf_infos()
-        setup_state_kv_args(args, self.pool, None, total_kv_layers=LAYERS)
+        self._set_up_state(args)
         self.manager = MooncakeKVManager(args, DisaggregationMode.DECODE, server_args, True)
         self.stream = ClientStream()
         self.world_group = parallel_state.get_world_group().cpu_group
-        self.transfers = DecodeTransferQueue(
+        self.transfers = made(
+            DecodeTransferQueue,
             gloo_group=parallel_state.get_tp_group().cpu_group,
             req_to_metadata_buffer_idx_allocator=self.metadata_slots,
             tp_rank=self.tp_rank,
             metadata_buffers=self.metadata,
-            scheduler=DecodeScheduler(server_args, self.stream, NoSpeculation()),
+            scheduler=DecodeScheduler(server_args, self.stream, NoSpeculation(), self.stream),
             tree_cache=TreeCache(self._release),
         )
+
+    def _set_up_state(self, args: Any) -> None:
+        """State buffers of ``KVArgs``, as DecodePreallocQueue sets them."""
+        if installed().state_by_component:
+            from sglang.srt.disaggregation.utils import setup_state_kv_args
+
+            setup_state_kv_args(args, self.pool, None, total_kv_layers=LAYERS)
+            return
+        args.state_type = installed().index_k_state
+        args.state_data_ptrs, args.state_data_lens, args.state_item_lens = self.pool.get_state_buf_infos()
 
     def find_prefill(self) -> None:
         """Fetch the prefill side's layout from the bootstrap server, as DecodePreallocQueue does."""
@@ -167,13 +198,16 @@ class DecodeRank:
                 self._abort()
             for room in [room for room in self.late if any(self.signals.is_set(name, room) for name in ANNOUNCED_AT)]:
                 self.late.pop(room)()
+            if holds("holds_aborted_pages"):
+                self.transfers.resolve_deferred_releases()
             for req in self.transfers.pop_transferred():
                 # At once: from here on a real decode would read the pages.
                 self.released[req.bootstrap_room] = time.monotonic()
                 self.pages_at_success[req.bootstrap_room] = self._differing(req.bootstrap_room)
             over = torch.tensor([int(time.monotonic() > deadline)])
             torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX, group=self.world_group)
-            done = not self.transfers.queue or bool(over)
+            held = holds("holds_aborted_pages") and self.transfers.has_pending_deferred_releases()
+            done = not (self.transfers.queue or held) or bool(over)
             time.sleep(0.01)
         for room, req in reqs.items():
             self.outcomes[room] = self._outcome(room, req)
@@ -219,7 +253,7 @@ class DecodeRank:
             bootstrap_host=LOOPBACK,
             bootstrap_room=request.room,
             origin_input_ids=list(range(request.tokens)),
-            req_pool_idx=0,
+            record=KVRecord(0),
         )
         receiver = MooncakeKVReceiver(self.manager, self.prefill_address, request.room)
         receiver.init(0)
@@ -227,15 +261,16 @@ class DecodeRank:
         holders[slot] = request.room
         pages = self.destinations[request.room]
         end = len(pages)
+        state = pages[request.first_position("state") : end - request.missing_state_destinations]
 
         def announce() -> None:
+            self.announced[request.room] = time.monotonic()
             receiver.send_metadata(
                 pages[request.decode_prefix_pages : end - request.missing_kv_destinations],
                 slot,
-                [pages[: end - request.missing_state_destinations]],
+                [state] if installed().state_by_component else state,
                 decode_prefix_len=request.decode_prefix_pages * PAGE_SIZE,
             )
-            self.announced[request.room] = time.monotonic()
 
         if self.tp_rank in request.late_on or request.enters_after:
             self.late[request.room] = announce
@@ -345,9 +380,14 @@ class DecodeRank:
 
     def _leftovers(self) -> list[str]:
         """What is kept for requests although all are over."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
         manager = self.manager
+        statuses = manager.request_status
+        if not (self.scenario.on_decode or holds("forgets_failed_requests")):
+            statuses = {room: status for room, status in statuses.items() if status != KVPoll.Failed}
         containers: dict[str, Any] = {
-            "request_status": manager.request_status,
+            "request_status": statuses,
             "required_prefill_response_num_table": manager.required_prefill_response_num_table,
             "prefill_response_tracker": manager.prefill_response_tracker,
         }

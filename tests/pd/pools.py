@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from .facts import holds, made
 from .scenario import ITEM_LEN, KINDS, LAYERS, PAGE_SIZE, TOKEN_BYTES, Scenario, page_content
+
+METADATA_SLOTS = 16
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,12 @@ class Cluster:
     """Over all prefill and decode ranks."""
 
 
-def init_distributed(world_size: int, rank: int, port: int, cp_size: int) -> None:
+def init_distributed(world_size: int, rank: int, port: int, cp_size: int, bootstrap_port: int) -> None:
     """SGLang's own process groups over gloo: tensor parallel over the world, attention CP ``cp_size`` inside it."""
     import sglang.srt.distributed.parallel_state as parallel_state
-    import sglang.srt.layers.dp_attention as dp_attention
 
+    if holds("publishes_configuration"):
+        _publish(world_size, rank, cp_size, bootstrap_port)
     parallel_state.init_distributed_environment(
         world_size=world_size,
         rank=rank,
@@ -36,11 +40,34 @@ def init_distributed(world_size: int, rank: int, port: int, cp_size: int) -> Non
         distributed_init_method=f"tcp://127.0.0.1:{port}",
         backend="gloo",
     )
+    if holds("groups_from_configuration"):
+        parallel_state.initialize_model_parallel(backend="gloo")
+        return
+    import sglang.srt.layers.dp_attention as dp_attention
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=world_size, attention_context_model_parallel_size=cp_size, backend="gloo"
     )
     # initialize_dp_attention would build the attention layers' buffers too; only these two are read here.
     dp_attention._ATTN_DP_RANK, dp_attention._ATTN_DP_SIZE = 0, 1
+
+
+def _publish(world_size: int, rank: int, cp_size: int, bootstrap_port: int) -> None:
+    """Publish arguments of a rank, of a model that does not exist, for SGLang to read."""
+    import sglang.srt.runtime_context as runtime_context
+
+    arguments = runtime_context.get_context().override_server_args(
+        tp_size=world_size,
+        attn_cp_size=cp_size,
+        page_size=PAGE_SIZE,
+        host="127.0.0.1",
+        disaggregation_bootstrap_port=bootstrap_port,
+        disaggregation_transfer_backend="mooncake",
+    )
+    server_args = arguments.install()
+    if holds("groups_from_configuration"):
+        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=0)
+        runtime_context.publish(server_args, role="scheduler", ranks=ranks)
 
 
 def init_engine() -> None:
@@ -51,10 +78,10 @@ def init_engine() -> None:
 
 
 def make_pool(pages: int) -> Any:
-    """A stock NSATokenToKVPool with fp8 rows: pages 1 to ``pages``, and the dummy page 0."""
-    from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool
+    """A stock NSA pool with fp8 rows: pages 1 to ``pages``, and the dummy page 0."""
+    from cp_shared_kv.releases import symbol
 
-    return NSATokenToKVPool(
+    return symbol("NSATokenToKVPool")(
         size=pages * PAGE_SIZE,
         page_size=PAGE_SIZE,
         kv_lora_rank=512,
@@ -67,6 +94,19 @@ def make_pool(pages: int) -> Any:
         kv_cache_dim=TOKEN_BYTES["kv"],
         start_layer=0,
         end_layer=LAYERS - 1,
+    )
+
+
+def make_metadata_buffers() -> Any:
+    """SGLang's buffers for what decode gets beside KV: ``METADATA_SLOTS`` of them."""
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+
+    return made(
+        MetadataBuffers,
+        size=METADATA_SLOTS,
+        hidden_size=16,
+        hidden_states_dtype=torch.float32,
+        max_sampling_mask_tokens=1,
     )
 
 

@@ -6,29 +6,47 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from http import HTTPStatus
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from cp_shared_kv.releases import installed
+
 from . import sabotage
-from .pools import Cluster, fill_page, init_distributed, init_engine, make_pool, poison
+from .facts import holds, made
+from .pools import (
+    METADATA_SLOTS,
+    Cluster,
+    fill_page,
+    init_distributed,
+    init_engine,
+    make_metadata_buffers,
+    make_pool,
+    poison,
+)
 from .product import transfer_patches
 from .scenario import ABORTED, HUNG, KINDS, LAYERS, PAGE_SIZE, PREFILL_POISON, SUCCESS, Outcome, PrefillReport, Request
 from .standins import (
     Batch,
     ClientStream,
+    Coordinator,
     GrammarManager,
     KVAllocator,
+    KVRecord,
     ModelConfig,
+    ModelRunner,
+    ParallelState,
     Req,
     ReqToTokenPool,
+    SchedulerParts,
     ServerArgs,
     TpWorker,
     TreeCache,
 )
 from .wire import Signals, WireTap
 
-METADATA_SLOTS = 16
 LOOPBACK = "127.0.0.1"
 
 
@@ -53,7 +71,8 @@ class PrefillRank:
         self.cp_rank = cp_rank
         self.shared = self.scenario.transfer == "shared"
         self._start_bootstrap_server_on_rank_0(cluster)
-        init_distributed(self.scenario.cp_size, cp_rank, cluster.prefill_dist_port, cp_size=self.scenario.cp_size)
+        cp_size = self.scenario.cp_size
+        init_distributed(cp_size, cp_rank, cluster.prefill_dist_port, cp_size, cluster.bootstrap_port)
         if self.scenario.transfer != "stock":
             # Before any class below is looked up, as in a real scheduler process.
             transfer_patches(self.scenario.with_queue).apply()
@@ -77,6 +96,8 @@ class PrefillRank:
         self.outcomes: dict[int, Outcome] = {}
         self.leftovers: dict[int, list[str]] = {}
         self.released: dict[int, float] = {}
+        self.rows: dict[int, int] = {}
+        self.chunks: dict[int, list[int]] = {}
 
     def _start_bootstrap_server_on_rank_0(self, cluster: Cluster) -> None:
         if self.cp_rank == 0:
@@ -101,18 +122,22 @@ class PrefillRank:
         from sglang.srt.disaggregation import prefill
         from sglang.srt.disaggregation.utils import (
             DisaggregationMode,
-            MetadataBuffers,
             ReqToMetadataIdxAllocator,
             TransferBackend,
         )
 
-        class Scheduler(prefill.SchedulerDisaggregationPrefillMixin):
+        class Scheduler(prefill.SchedulerDisaggregationPrefillMixin, SchedulerParts):
             """Stock's prefill mixin over a stand-in; its attributes are set below."""
 
             if self.scenario.with_queue:
                 from sglang.srt.managers.scheduler import Scheduler as Stock
 
-                abort_request = Stock.__dict__["abort_request"]  # as patched: with the wrapper that it is in
+                # As patched: with the wrappers that they are in.
+                abort_request = Stock.__dict__["abort_request"]
+                if installed().answers_rejected:
+                    retire_unadmitted_request = Stock.__dict__["retire_unadmitted_request"]
+                if holds("aborts_between_chunks"):
+                    process_pending_chunked_abort = Stock.__dict__["process_pending_chunked_abort"]
 
         self.world_group = parallel_state.get_world_group().cpu_group
         self.stream = ClientStream(lambda room: self.signals.set("ended", room))
@@ -122,7 +147,17 @@ class PrefillRank:
         scheduler.grammar_manager = GrammarManager()
         scheduler.waiting_queue = []
         scheduler.running_batch = Batch()
-        scheduler.cur_batch = None
+        scheduler.cur_batch = scheduler.last_batch = None
+        scheduler.chunked_req = scheduler._pending_chunked_abort_req = None
+        scheduler.enable_overlap = False
+        scheduler.mm_receiver = scheduler.dllm_config = None
+        scheduler.beam_coordinator = Coordinator()
+        scheduler.processed_tokens_counter = 0
+        scheduler.kv_shard_widening = 1
+        scheduler.scheduler_stage_metrics = None
+        scheduler.kv_checksum_computer = None
+        scheduler.enable_staging = False
+        scheduler.disagg_prefill_pending_chunk_rids = set()
         scheduler.attn_cp_cpu_group = parallel_state.get_attn_cp_group().cpu_group
         scheduler.attn_tp_cpu_group = parallel_state.get_attn_tp_group().cpu_group
         scheduler.server_args = ServerArgs(disaggregation_bootstrap_port=bootstrap_port)
@@ -130,21 +165,26 @@ class PrefillRank:
         scheduler.gpu_id = 0
         scheduler.pp_rank = 0
         scheduler.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        scheduler.ps = ParallelState(scheduler.tp_rank)
+        scheduler.metrics_reporter = SimpleNamespace(enable_metrics=False)
+        scheduler.output_streamer = scheduler.ipc_channels = self.stream
+        scheduler.rust_server = None
         scheduler.enable_metrics = False
         scheduler.enable_hicache_storage = False
         scheduler.sliding_window_size = None
         scheduler.model_config = ModelConfig(num_hidden_layers=LAYERS)
-        scheduler.tp_worker = TpWorker()
+        logical_tokens = self.scenario.logical_pages * PAGE_SIZE
+        scheduler.tp_worker = TpWorker(ModelRunner(logical_tokens))
         scheduler.tree_cache = TreeCache(self._release)
         scheduler.stream_output = self.stream
-        scheduler.token_to_kv_pool_allocator = KVAllocator(page_size=PAGE_SIZE)
-        scheduler.disagg_metadata_buffers = MetadataBuffers(METADATA_SLOTS, 16, torch.float32)
+        scheduler.token_to_kv_pool_allocator = KVAllocator(PAGE_SIZE, self.pool)
+        scheduler.disagg_metadata_buffers = make_metadata_buffers()
         scheduler.req_to_metadata_buffer_idx_allocator = ReqToMetadataIdxAllocator(METADATA_SLOTS)
-        logical_tokens = self.scenario.logical_pages * PAGE_SIZE
         slots = torch.zeros((METADATA_SLOTS, logical_tokens), dtype=torch.int32)
         scheduler.req_to_token_pool = ReqToTokenPool(slots)
         scheduler.disagg_prefill_inflight_queue = []
-        self.queue = scheduler.disagg_prefill_bootstrap_queue = prefill.PrefillBootstrapQueue(
+        self.queue = scheduler.disagg_prefill_bootstrap_queue = made(
+            prefill.PrefillBootstrapQueue,
             token_to_kv_pool=self.pool,
             draft_token_to_kv_pool=None,
             req_to_metadata_buffer_idx_allocator=scheduler.req_to_metadata_buffer_idx_allocator,
@@ -156,6 +196,7 @@ class PrefillRank:
             gloo_group=scheduler.attn_tp_cpu_group,
             max_total_num_tokens=logical_tokens,
             scheduler=scheduler,
+            scheduler_stage_metrics=None,
             pp_rank=0,
             pp_size=1,
             transfer_backend=TransferBackend.MOONCAKE,
@@ -173,7 +214,7 @@ class PrefillRank:
         self.rooms = [request.room for request in wave]
         self.deadline = time.monotonic() + self.patience_s
         reqs: dict[int, Req] = {}
-        chunks: dict[int, list[int]] = {}
+        chunks = self.chunks = {}
         for step in itertools.count():
             newcomers = [request for request in wave if request.enters_after == step]
             if newcomers:
@@ -234,8 +275,13 @@ class PrefillRank:
             bootstrap_host=FAKE_BOOTSTRAP_HOST if request.fake else LOOPBACK,
             bootstrap_room=request.room,
             origin_input_ids=list(range(request.tokens)),
-            req_pool_idx=row,
+            record=KVRecord(None),
         )
+        self.rows[request.room] = row
+        if any((abort.room, abort.when) == (request.room, "rejected") for abort in self.scenario.aborts):
+            from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+            req.to_finish = FINISH_ABORT("rejected", HTTPStatus.BAD_REQUEST)
         self.queue.add(req, num_kv_heads=1)
         return req
 
@@ -259,6 +305,8 @@ class PrefillRank:
 
         self._loop_together(all_left_the_queue)
         self._abort("waiting", reqs)
+        for req in self.scheduler.waiting_queue:
+            req.record.req_pool_idx = self.rows[req.bootstrap_room]  # a batch with it is made up
 
     def _wait_until_announced(self, request: Request) -> None:
         """Wait for the decode ranks that do not wait for the end of the request themselves."""
@@ -283,9 +331,20 @@ class PrefillRank:
                 from sglang.srt.managers.io_struct import AbortReq
 
                 self.scheduler.abort_request(AbortReq(rid=req.rid))
+            elif abort.cp_rank is None and self.scenario.with_queue and holds("aborts_between_chunks"):
+                self._abort_chunked(req)
             elif abort.cp_rank in (None, self.cp_rank):
                 # Stock lets a request between chunks run on; other code that ends it would end its sender.
                 req.disagg_kv_sender.abort()
+
+    def _abort_chunked(self, req: Req) -> None:
+        """Abort a request that is being prefilled in chunks: stock lets go of it, and nobody polls its sender."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.scheduler.chunked_req = req
+        self.scheduler.abort_request(AbortReq(rid=req.rid))
+        self.scheduler.process_pending_chunked_abort()
+        self.chunks[req.bootstrap_room] = []
 
     def _send_chunk(self, req: Req, end: int, last: bool) -> None:
         req.fill_ids = req.origin_input_ids[:end]
@@ -299,8 +358,11 @@ class PrefillRank:
 
         def over() -> bool:
             self.queue.pop_bootstrapped()
+            if self.scheduler._pending_chunked_abort_req is not None:
+                self.scheduler.process_pending_chunked_abort()
             self.scheduler.process_disagg_prefill_inflight_queue()
-            return not self.scheduler.disagg_prefill_inflight_queue and not self._unanswered()
+            kept = self.scheduler.disagg_prefill_inflight_queue or self.scheduler._pending_chunked_abort_req
+            return not kept and not self._unanswered()
 
         self._loop_together(over)
 
@@ -355,6 +417,7 @@ class PrefillRank:
             "failure_records": manager.failure_records,
             "failed_state": sending.failed_state,
             "announcement times": self.manager.transfer_infos._since,
+            "queued": sending.queued,
         }
 
         def found() -> list[str]:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cp_shared_kv.patches import PatchSet
 
-SGLANG_RELEASE = "0.5.12.post1"
-
 
 @cache
 def transfer_patches(with_queue: bool = False) -> PatchSet:
@@ -22,11 +20,11 @@ def transfer_patches(with_queue: bool = False) -> PatchSet:
     if with_queue:
         import sglang.srt.managers.scheduler  # noqa: F401  the ranks have this too, then, which takes seconds
 
-    return PatchSet.for_release(SGLANG_RELEASE, groups=("transfer", "prefill_queue") if with_queue else ("transfer",))
+    return PatchSet.for_release(groups=("transfer", "prefill_queue") if with_queue else ("transfer",))
 
 
 def decode_patches() -> PatchSet:
     """The group of the decode side, checked against SGLang's source, not yet applied."""
     from cp_shared_kv.patches import PatchSet
 
-    return PatchSet.for_release(SGLANG_RELEASE, groups=("decode",), role="decode")
+    return PatchSet.for_release(groups=("decode",), role="decode")

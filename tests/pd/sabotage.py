@@ -12,6 +12,8 @@ from unittest import mock
 
 import numpy as np
 
+from cp_shared_kv.releases import installed
+
 BREAKS: dict[str, Callable[[], None]] = {}
 
 
@@ -98,9 +100,9 @@ def filter_before_the_sender_counts() -> None:
 
     sound = MooncakeKVSender.send
 
-    def send(sender: Any, kv_indices: Any, state_indices: Any = None) -> None:
+    def send(sender: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         layout = layout_of(sender.kv_mgr)
-        sound(sender, kv_indices[layout.owner_for_logical_pages_np(kv_indices) == layout.cp_rank], state_indices)
+        sound(sender, kv_indices[layout.owner_for_logical_pages_np(kv_indices) == layout.cp_rank], *args, **kwargs)
 
     _replace(MooncakeKVSender, "send", send)
 
@@ -128,7 +130,8 @@ def never_answer() -> None:
 
     from cp_shared_kv.patches import transfer
 
-    _replace(MooncakeKVManager, "sync_status_to_decode_endpoint", lambda *args: None)
+    tells = installed().targets["transfer.sync_status"].qualname.rpartition(".")[2]
+    _replace(MooncakeKVManager, tells, lambda *args, **kwargs: None)
     _replace(transfer, "tell_decode_failed", lambda manager, room: None)
 
 

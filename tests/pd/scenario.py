@@ -12,6 +12,8 @@ from typing import Literal
 
 import numpy as np
 
+from cp_shared_kv.releases import installed
+
 PAGE_SIZE = 64
 LAYERS = 3
 # Bytes one token takes in one layer. Different for the two kinds, so that a mix-up of regions cannot go unseen:
@@ -46,7 +48,7 @@ class Request:
     chunk_ends: tuple[int, ...] = ()
     """Token count after each prefill chunk; the last one is ``tokens``. Empty: one chunk."""
     decode_prefix_pages: int = 0
-    """Pages that decode already has: it asks for KV from this position on, and for all state pages."""
+    """Pages that decode already has: it asks for KV from this position on, and for state as the release does."""
     missing_kv_destinations: int = 0
     """How many KV destination pages decode leaves out at the end of its list (0 for a correct decode)."""
     missing_state_destinations: int = 0
@@ -73,11 +75,13 @@ class Request:
     def ends(self) -> tuple[int, ...]:
         return self.chunk_ends or (self.tokens,)
 
+    def first_position(self, kind: str) -> int:
+        """Where the pages that decode asks for begin: KV from its prefix on, state too or from 0 (trap 7)."""
+        return self.decode_prefix_pages if kind == "kv" or installed().state_after_prefix else 0
+
     def positions_to_send(self, kind: str) -> set[int]:
-        """The positions that must cross the wire: KV from the decode prefix on, state from 0 (trap 7 of the design)."""
-        if self.fake:
-            return set()
-        return set(range(self.decode_prefix_pages if kind == "kv" else 0, len(self.pages)))
+        """The positions that must cross the wire."""
+        return set() if self.fake else set(range(self.first_position(kind), len(self.pages)))
 
 
 @dataclass(frozen=True)
@@ -111,13 +115,14 @@ class SlowWrite:
 class Abort:
     """A request that is aborted on one side.
 
+    ``rejected``: when prefill gets it, as a prompt that is too long.
     ``bootstrapping``: when prefill has it, and those decode ranks that are not ``late_on`` have announced themselves.
     ``waiting``: in prefill's waiting queue. ``between chunks``: after the first chunk. ``in flight``: after the last.
     ``on decode``: on all decode ranks, in flight. In flight, a slow write of the wave is under way, if there is one.
     """
 
     room: int
-    when: Literal["bootstrapping", "waiting", "between chunks", "in flight", "on decode"]
+    when: Literal["rejected", "bootstrapping", "waiting", "between chunks", "in flight", "on decode"]
     cp_rank: int | None = None
     """The prefill rank that alone takes the request for aborted; None: all of them, in the same turn."""
 
@@ -268,7 +273,7 @@ class DecodeReport:
     holders: dict[int, dict[str, dict[int, int]]]
     """wave -> kind -> page, or metadata slot for ``aux``, -> room that it was given to."""
     announced: dict[int, float]
-    """room -> when this rank had announced itself for it, ``time.monotonic()`` seconds."""
+    """room -> when this rank began to announce itself for it, ``time.monotonic()`` seconds."""
     released: dict[int, float]
     """room -> when its pages were released, or were complete."""
     leftovers: dict[int, list[str]]

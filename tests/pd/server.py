@@ -34,6 +34,10 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "SGLANG_USE_CPU_ENGINE": "1",
+    # The stand-in of deep_gemm has what the indexer calls, not the GEMMs that SGLang would use it for.
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    # Where stock decode waits for prefill to stop writing, and prefill cannot say that a failed write has stopped.
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "1",
 }
 START_S = 30
 """Time that the ranks may take beyond what their waves may take."""

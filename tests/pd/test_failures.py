@@ -20,6 +20,7 @@ from .checks import (
     assert_served,
     late_writes,
 )
+from .facts import holds
 from .harness import MARKS, run
 from .scenario import ABORTED, SUCCESS, Abort, Report, Request, Scenario, SlowWrite, WriteFault
 
@@ -72,6 +73,8 @@ CASES = {
     "aborted in flight, rank 1 first, which has nothing to send": Case(
         (), SLOW_0, abort("in flight", 1), pages_of_rank_0=True
     ),
+    "rejected": Case(aborts=abort("rejected"), computed=False),
+    "rejected before decode announces itself": Case(aborts=abort("rejected"), late_on=(0, 1), computed=False),
     "aborted while waiting": Case(aborts=abort("waiting"), computed=False),
     "aborted while bootstrapping": Case(aborts=abort("bootstrapping"), computed=False),
     "aborted while bootstrapping, rank 1 first": Case(aborts=abort("bootstrapping", 1), computed=False),
@@ -109,6 +112,8 @@ def rooms(name: str) -> tuple[int, int]:
     return first, first + 1
 
 
+#: How a request that decode aborts ends on prefill: as if nothing had happened, where nobody tells it.
+PREFILL_OF_ABORTED = ABORTED if holds("tells_prefill_of_aborts") else SUCCESS
 REOPENED = (three_chunks(200), replace(next_request(201), enters_after=1))
 SLOW = three_chunks(210)
 SLOW_WRITES = (*slow(1, "kv", 1), *slow(0, "state"), *slow(1, "aux"))
@@ -220,7 +225,7 @@ def test_a_request_aborted_on_decode_keeps_its_pages_until_prefill_has_written_a
     cp_size: int, decode_tp: int
 ) -> None:
     report = failing_run(cp_size, decode_tp, True)
-    assert report.statuses(DECODE_ABORTED.room)["prefill"] == [SUCCESS] * cp_size, "nobody told prefill"
+    assert report.statuses(DECODE_ABORTED.room)["prefill"] == [PREFILL_OF_ABORTED] * cp_size
     assert_failed_on_decode(report, DECODE_ABORTED)
     assert_served(report, AFTER_DECODE_ABORT[0])
 
@@ -264,6 +269,7 @@ def test_pages_that_prefill_never_answers_for_are_given_up_after_the_waiting_tim
 # Controls on stock: the holes are there, and are seen.
 
 
+@pytest.mark.skipif(holds("holds_failed_pages"), reason="this release's stock decode waits for prefill itself")
 def test_control_stock_prefill_writes_to_pages_that_decode_has_given_away_after_a_failure_on_another_rank() -> None:
     report = run(
         Scenario(
@@ -283,6 +289,7 @@ def test_control_stock_prefill_writes_to_pages_that_decode_has_given_away_after_
         assert_nothing_else_happened(report)
 
 
+@pytest.mark.skipif(holds("holds_aborted_pages"), reason="this release's stock decode waits for prefill itself")
 def test_control_stock_decode_gives_pages_away_at_an_abort_though_prefill_still_writes() -> None:
     report = run(
         Scenario(
@@ -293,6 +300,6 @@ def test_control_stock_decode_gives_pages_away_at_an_abort_though_prefill_still_
             aborts=(Abort(11, "on decode"),),
         )
     )
-    assert report.statuses(11) == {"prefill": [SUCCESS] * 2, "decode": [ABORTED]}
+    assert report.statuses(11) == {"prefill": [PREFILL_OF_ABORTED] * 2, "decode": [ABORTED]}
     assert any("prefill rank 0 wrote to room 11" in line for line in late_writes(report))
     assert report.decode[0].outcomes[11].late_pages["kv"] != []

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
+
+from cp_shared_kv.releases import installed
 
 from .scenario import ITEM_LEN, WriteFault
 from .wire import UNREGISTERED_ADDRESS, WireTap
@@ -15,6 +18,10 @@ PAGES = 5
 pytestmark = pytest.mark.pd
 
 
+def by_component(layers: list[int]) -> list[Any]:
+    return [layers] if installed().state_by_component else layers
+
+
 @dataclass
 class KVArgs:
     """One layer of five pages of each kind and one aux buffer."""
@@ -23,9 +30,9 @@ class KVArgs:
     kv_data_lens: list[int] = field(default_factory=lambda: [PAGES * ITEM_LEN["kv"]])
     kv_item_lens: list[int] = field(default_factory=lambda: [ITEM_LEN["kv"]])
     state_types: list[str] = field(default_factory=lambda: ["nsa"])
-    state_data_ptrs: list[list[int]] = field(default_factory=lambda: [[STATE_BASE]])
-    state_data_lens: list[list[int]] = field(default_factory=lambda: [[PAGES * ITEM_LEN["state"]]])
-    state_item_lens: list[list[int]] = field(default_factory=lambda: [[ITEM_LEN["state"]]])
+    state_data_ptrs: list[Any] = field(default_factory=lambda: by_component([STATE_BASE]))
+    state_data_lens: list[Any] = field(default_factory=lambda: by_component([PAGES * ITEM_LEN["state"]]))
+    state_item_lens: list[Any] = field(default_factory=lambda: by_component([ITEM_LEN["state"]]))
     aux_data_ptrs: list[int] = field(default_factory=lambda: [AUX_BASE])
     aux_data_lens: list[int] = field(default_factory=lambda: [640])
     aux_item_lens: list[int] = field(default_factory=lambda: [64])

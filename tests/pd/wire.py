@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from cp_shared_kv.releases import installed
+
 from .scenario import KINDS, Region, SlowWrite, Traffic, Write, WriteFault
 
 # No engine of the harness registers this address: far above every heap, page aligned.
@@ -20,11 +22,14 @@ UNREGISTERED_ADDRESS = 0x7FFF_0000_0000
 
 def registered_regions(kv_args: Any) -> list[Region]:
     """The regions of a manager of either side, from its KVArgs (one state component: NSA index-K)."""
-    if len(kv_args.state_types) != 1:
-        raise AssertionError(f"expected one state component, got {kv_args.state_types}")
+    state = (kv_args.state_data_ptrs, kv_args.state_data_lens, kv_args.state_item_lens)
+    if installed().state_by_component:
+        if len(kv_args.state_types) != 1:
+            raise AssertionError(f"expected one state component, got {kv_args.state_types}")
+        state = tuple(components[0] for components in state)
     lists = {
         "kv": (kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens),
-        "state": (kv_args.state_data_ptrs[0], kv_args.state_data_lens[0], kv_args.state_item_lens[0]),
+        "state": state,
         "aux": (kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens),
     }
     return [

@@ -111,7 +111,8 @@ def facts_of(architecture: str, mla: bool, **config_fields: Any) -> dict[str, An
         hf_config=SimpleNamespace(architectures=[architecture], **config_fields),
         attention_arch=AttentionArch.MLA if mla else AttentionArch.MHA,
     )
-    server_args = SimpleNamespace(get_model_config=lambda: model)
+    # Later releases have a function in place of the method; it finds a configuration that was built before.
+    server_args = SimpleNamespace(get_model_config=lambda: model, _model_config=model, _model_config_built_from=None)
     facts = gather_facts(server_args, installed(), environ={"A": "1"})
     names = ("architecture", "is_nsa", "is_mla", "index_kpool", "is_out_of_tree_platform", "devices", "environ")
     return {name: getattr(facts, name) for name in names}

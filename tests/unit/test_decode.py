@@ -56,6 +56,7 @@ def made() -> tuple[Any, Any]:
         addr_to_rooms_tracker={"prefill": {ROOM}},
     )
     decode._manager_init(lambda *args: None, manager, ("kv_args", SimpleNamespace(value="decode")), {})
+    manager.request_status[ROOM] = KVPoll.WaitingForInput
     manager.request_status[ROOM] = KVPoll.Failed
     manager.required_prefill_response_num_table[ROOM] = 2
     return manager, SimpleNamespace(kv_mgr=manager, bootstrap_room=ROOM, init_time=time.time())
@@ -121,9 +122,11 @@ def test_late_news_of_a_request_that_is_over_are_left_out(clock: Clock) -> None:
         [b"7", b"0", b"1"],
         [b"8", b"4", b"1"],
         [b"AUX_DATA", b"0", b"0", b"0", b"4", b"data"],
+        [b"ABORT_ACK", b"0", b"1"],
     ]
     assert manager.server_socket.recv_multipart() == [b"8", b"4", b"1"]
     assert manager.server_socket.recv_multipart() == [b"AUX_DATA", b"0", b"0", b"0", b"4", b"data"]
+    assert manager.server_socket.recv_multipart() == [b"ABORT_ACK", b"0", b"1"], "of room 0"
     assert not decode.answers_of(manager).is_final(ROOM)  # type: ignore[union-attr]
     assert poll(receiver) == KVPoll.WaitingForInput
 

@@ -121,6 +121,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "enable_nsa_prefill_context_parallel=False",
         "add --enable-nsa-prefill-context-parallel",
     ),
+    ("zigzag", {"fact": {"no_zigzag": "no such split"}}, "no such split", "install SGLang 0.5.19 or older"),
     (
         "cp_mode",
         {"nsa_prefill_cp_mode": "round-robin-split"},

@@ -1,4 +1,4 @@
-"""Page ids on the host beside those on the device, through SGLang's own allocation, radix cache and chunk cache.
+"""Page ids on the host beside those on the device, through SGLang's own allocation, prefix tree and chunk cache.
 
 SGLang can be imported only in the environment of the CPU platform, which must not leak into other tests: what touches
 it runs in one child process, made once for this module.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +22,14 @@ import pytest
 import torch
 
 from cp_shared_kv import host_pages
-from cp_shared_kv.host_pages import HostPages, HostPagesError, PageCheck, Pages, noted_pages
+from cp_shared_kv.host_pages import CachedPages, HostPages, HostPagesError, Noted, PageCheck, Pages, noted_of
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.patches import page_ids
+from cp_shared_kv.releases import installed, symbol
 from cp_shared_kv_cpu import launch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from model import bookkeeping
 
 PAGE = 4
 #: Tokens of whole pages; few, so that requests share prefixes and part in the middle of tree nodes.
@@ -32,36 +38,15 @@ WHOLE_PAGES = ([1, 2, 3, 4], [5, 6, 7, 8])
 InSglang = Callable[..., Any]
 
 
-class ExtendKernel:
-    """Stands for SGLang's allocation kernel, by SGLang's own torch version: the interpreter takes 10 ms a call."""
-
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
-        return self.run
-
-    @staticmethod
-    def run(prefix_lens: Any, seq_lens: Any, last_loc: Any, pages: Any, slots: Any, batch: int, page_size: int) -> None:
-        from sglang.srt.mem_cache.allocator import alloc_extend_naive
-
-        alloc_extend_naive(prefix_lens, seq_lens, last_loc, pages, slots, page_size, "cpu")
-
-
 def prepare() -> None:
-    """Make this process one that can import SGLang, has the wrappers in place, and a server to speak of."""
+    """Make this process one that can import SGLang, and has the wrappers in place."""
     launch.apply_cpu_environment(1)
-    from sglang.srt import server_args
-    from sglang.srt.mem_cache import allocator
-
     from cp_shared_kv.patches import PatchSet
 
-    server_args.set_global_server_args_for_scheduler(
-        SimpleNamespace(
-            page_size=PAGE, speculative_algorithm=None, strip_thinking_cache=False, attention_backend="torch_native"
-        )
-    )
     patches = PatchSet.for_release(groups=["page_ids"])
     patches.apply()
     patches.attest()
-    allocator.alloc_extend_kernel = ExtendKernel()
+    bookkeeping.install(PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +60,14 @@ def in_sglang() -> Iterator[InSglang]:
 class Scheduler:
     """Requests that SGLang's scheduler would run, in a random order, and what must hold after each step.
 
-    A tree node is *unknown* if a request put it in the tree when it finished, which is not followed, and nobody has
-    read its pages since. Unknown pages are told here by comparing the tree before and after such a step.
-
     Args:
         seed: seed of all choices.
-        cache: ``radix`` or ``chunk``, or ``other`` for a radix cache of a class that is not followed.
+        cache: ``tree`` or ``chunk``, or ``other`` for a tree of a class that is not followed.
         unprocessed: whether requests may finish before their chunk was put in the tree, as after an abort.
     """
 
     def __init__(self, seed: int, cache: str, unprocessed: bool) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.chunk_cache import ChunkCache
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-        from sglang.srt.mem_cache.radix_cache import RadixCache
 
         from cp_shared_kv.allocator import CPSharedPagedTokenToKVPoolAllocator
 
@@ -111,44 +90,31 @@ class Scheduler:
         continue_after = self.allocator.continue_after
         self.allocator.continue_after = lambda pages: (self.told.append(pages), continue_after(pages))
         self.table = ReqToTokenPool(6, 12 * PAGE, "cpu", enable_memory_saver=False)
-        kinds = {"radix": RadixCache, "chunk": ChunkCache, "other": type("OtherCache", (RadixCache,), {})}
-        self.cache = kinds[cache](
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.table,
-                token_to_kv_pool_allocator=self.allocator,
-                page_size=PAGE,
-            )
-        )
-        self.has_tree = cache != "chunk"
+        tree = symbol("prefix_tree")
+        kinds = {"tree": tree, "chunk": symbol("chunk_cache"), "other": type("OtherCache", (tree,), {})}
+        self.cache = bookkeeping.make_tree(self.table, self.allocator, PAGE, kinds[cache])
         self.names = iter(range(1000))
         #: Requests by what can be done with them next.
         self.waiting: list[Any] = []
         self.allocated: list[Any] = []
         self.chunked: list[Any] = []
         self.computed: list[Any] = []
-        self.unknown: set[int] = set()
         self.seen: Counter[str] = Counter()
 
     # Steps; each returns whether it did anything.
 
     def add(self) -> bool:
-        from sglang.srt.managers.schedule_batch import Req
-        from sglang.srt.sampling.sampling_params import SamplingParams
-
         if len(self.waiting) > 3:
             return False
         pages = [self.rng.choice(WHOLE_PAGES) for _ in range(self.rng.randint(0, 7))]
         tail = self.rng.choice(WHOLE_PAGES)[: self.rng.randint(1, PAGE)]
         tokens = [token for page in pages for token in page] + tail
         key = self.rng.choice([None, None, None, "another adapter"])
-        self.waiting.append(Req(f"r{next(self.names)}", "", tokens, SamplingParams(max_new_tokens=1), extra_key=key))
+        self.waiting.append(bookkeeping.make_request(f"r{next(self.names)}", tokens, key))
         return True
 
     def batch(self) -> bool:
         """Allocate the next chunk of a few requests."""
-        from sglang.srt.mem_cache.common import alloc_for_extend
-
         reqs = []
         left = self.table.available_size()
         for req in self.rng.sample(self.waiting + self.chunked, min(3, len(self.waiting + self.chunked))):
@@ -156,49 +122,37 @@ class Scheduler:
             if is_first and not left:
                 continue
             left -= is_first
-            req.init_next_round_input(self.cache if is_first else None)
             if is_first:
-                self.cache.inc_lock_ref(req.last_node)
-                self.seen["prefixes found"] += len(req.prefix_indices) > 0
-            room = self.allocator.available_size() + self.cache.evictable_size() - (len(reqs) + 1) * PAGE
-            room -= sum(other.extend_input_len for other in reqs)
-            tokens = min(room, self.rng.randint(1, len(req.fill_ids) - len(req.prefix_indices)))
+                bookkeeping.match(req, self.cache)
+                self.seen["prefixes found"] += bookkeeping.prefix_len(req) > 0
+            else:
+                req.init_next_round_input(None)
+            prefix = bookkeeping.prefix_len(req)
+            room = self.allocator.available_size() + self.evictable() - (len(reqs) + 1) * PAGE
+            room -= sum(bookkeeping.chunk_end(other) - bookkeeping.prefix_len(other) for other in reqs)
+            tokens = min(room, self.rng.randint(1, bookkeeping.tokens_of(req) - prefix))
             if tokens <= 0:
                 if is_first:
-                    self.cache.dec_lock_ref(req.last_node)
+                    bookkeeping.let_go(req, self.cache)
                 continue
             (self.waiting if is_first else self.chunked).remove(req)
-            end = len(req.prefix_indices) + tokens
-            req.is_chunked = int(end < len(req.fill_ids))
-            req.fill_ids = req.fill_ids[:end]
-            req.set_extend_input_len(tokens)
+            bookkeeping.take_chunk(req, prefix + tokens)
             reqs.append(req)
-            self.seen["chunks that end inside a page"] += req.is_chunked and end % PAGE > 0
+            self.seen["chunks that end inside a page"] += req.is_chunked and (prefix + tokens) % PAGE > 0
         if not reqs:
             return False
-        lengths = torch.tensor([len(req.fill_ids) for req in reqs])
+        prefixes = [-(-bookkeeping.prefix_len(req) // PAGE) for req in reqs]
         self.told.clear()
-        alloc_for_extend(
-            SimpleNamespace(
-                reqs=reqs,
-                prefix_lens=[len(req.prefix_indices) for req in reqs],
-                extend_lens=[req.extend_input_len for req in reqs],
-                extend_num_tokens=sum(req.extend_input_len for req in reqs),
-                seq_lens=lengths,
-                seq_lens_cpu=lengths,
-                device="cpu",
-                req_to_token_pool=self.table,
-                tree_cache=self.cache,
-                maybe_evict_swa=lambda: None,
-            )
-        )
-        for req in reqs:
-            req.kv_committed_len = req.kv_allocated_len = len(req.fill_ids)
+        bookkeeping.allocate(bookkeeping.batch_of(reqs, self.table, self.cache))
         self.allocated += reqs
-        self._check_batch(reqs)
+        self._check_batch(reqs, prefixes)
         return True
 
-    def _check_batch(self, reqs: list[Any]) -> None:
+    def evictable(self) -> int:
+        """Tokens of the tree that nobody holds on to."""
+        return int(self.cache.evictable_size())
+
+    def _check_batch(self, reqs: list[Any], prefixes: list[int]) -> None:
         rids = [req.rid for req in reqs]
         found = [self.pages_of(req) for req in reqs]
         noted = self.host_pages.of_batch(rids, [len(pages) for pages in found])
@@ -207,22 +161,18 @@ class Scheduler:
             assert self.told == []
             return
         assert noted is not None
-        prefixes = [pages[: -(-len(req.prefix_indices) // PAGE)] for req, pages in zip(reqs, found, strict=True)]
-        assert self.told == [[pages[-1] if len(pages) else 0 for pages in prefixes], None]
+        ends = [pages[count - 1] if count else 0 for pages, count in zip(found, prefixes, strict=True)]
+        assert self.told == [ends, None]
         for pages, expected in zip(noted, found, strict=True):
             np.testing.assert_array_equal(pages, expected)
 
     def process(self) -> bool:
         """Put a chunk that was computed in the tree."""
-        from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
-
         if not self.allocated:
             return False
         req = self.allocated.pop(self.rng.randrange(len(self.allocated)))
         before = self.pages_of(req)
-        if not req.is_chunked:
-            req.output_ids.append(0)
-        maybe_cache_unfinished_req(req, self.cache, chunked=req.is_chunked > 0)
+        bookkeeping.cache_chunk(req, self.cache)
         (self.chunked if req.is_chunked else self.computed).append(req)
         self.seen["pages that gave way to the tree's"] += int((self.pages_of(req) != before).sum())
         return True
@@ -248,22 +198,17 @@ class Scheduler:
             return False
         req = self.rng.choice(self.running)
         self._release(req, is_insert=False)
-        req.reset_for_retract()
-        req.output_ids = []
+        bookkeeping.retract(req)
         self.waiting.append(req)
         return True
 
     def _release(self, req: Any, is_insert: bool) -> None:
-        from sglang.srt.mem_cache.common import release_kv_cache
-
         before = self.tree_pages()
-        release_kv_cache(req, self.cache, is_insert=is_insert)
+        bookkeeping.release(req, self.cache, is_insert)
         for queue in (self.allocated, self.chunked, self.computed):
             if req in queue:
                 queue.remove(req)
-        inserted = self.tree_pages() - before
-        self.unknown |= inserted
-        self.seen["pages that were put in the tree unnoticed"] += len(inserted)
+        self.seen["pages that were put in the tree at the end"] += len(self.tree_pages() - before)
 
     def evict(self) -> bool:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -299,53 +244,34 @@ class Scheduler:
         for _ in range(steps):
             step = self.rng.choices(choices, weights)[0]
             reads = COUNTERS.host_page_reads
-            lengths = {node: len(node.value) for node in self.nodes()}
             if step():
                 self.seen[step.__name__] += 1
-                self.seen["nodes split"] += sum(len(node.value) < length for node, length in lengths.items())
             self._check(COUNTERS.host_page_reads - reads)
         return self.seen
 
     def _check(self, reads: int) -> None:
         if type(self.cache).__name__ == "OtherCache":
-            assert all(noted_pages(req) is None for req in self.running)
+            assert all(noted_of(req) is None for req in self.running)
             return
         for req in self.running:
-            np.testing.assert_array_equal(noted_pages(req), self.pages_of(req))
-        self.unknown &= self.tree_pages()
-        found_out = 0
-        for node in self.nodes():
-            noted, pages = noted_pages(node), node.value.numpy()[::PAGE] // PAGE
-            if noted is None:
-                assert self.unknown >= set(pages.tolist()), "a node was put in the tree, and its pages were not noted"
-                continue
-            np.testing.assert_array_equal(noted, pages)
-            found_out += not self.unknown.isdisjoint(pages.tolist())
-            self.unknown -= set(pages.tolist())
-        assert reads == found_out, f"the device was asked {reads} times and told the pages of {found_out} nodes"
+            noted = noted_of(req)
+            assert noted is not None
+            np.testing.assert_array_equal(noted.pages, self.pages_of(req))
         self.seen["reads of the device"] += reads
 
     def pages_of(self, req: Any) -> np.ndarray:
         """Pages of a request as the device has them."""
-        return self.table.req_to_token[req.req_pool_idx, : req.kv_committed_len : PAGE].numpy() // PAGE
-
-    def nodes(self) -> list[Any]:
-        """Nodes of the radix tree but its root."""
-        found, stack = [], [self.cache.root_node] if self.has_tree else []
-        while stack:
-            children = list(stack.pop().children.values())
-            found += children
-            stack += children
-        return found
+        row = self.table.req_to_token[bookkeeping.row_of(req)]
+        return row[: bookkeeping.held_tokens(req) : PAGE].numpy() // PAGE
 
     def tree_pages(self) -> set[int]:
         """Pages that the tree holds."""
-        return {page for node in self.nodes() for page in (node.value // PAGE).tolist()}
+        return bookkeeping.tree_pages(self.cache, PAGE)
 
 
 def told_by_a_failure() -> list[list[int] | None]:
     """What the allocator is told when a batch asks for more than there is."""
-    scheduler = Scheduler(0, "radix", unprocessed=False)
+    scheduler = Scheduler(0, "tree", unprocessed=False)
     scheduler.allocator.available_size = lambda: 100 * PAGE
     scheduler.allocator.alloc_extend = lambda *args, **kwargs: None
     scheduler.add()
@@ -366,13 +292,12 @@ def run_scripts(cache: str, unprocessed: bool, seeds: int = 60, steps: int = 80)
 
 
 class TestFollowing:
-    def test_requests_that_finish_as_in_stock_prefill_never_ask_the_device(self, in_sglang: InSglang):
-        seen = in_sglang(run_scripts, "radix", False)
+    @pytest.mark.parametrize("unprocessed", [False, True])
+    def test_no_request_ever_asks_the_device(self, in_sglang: InSglang, unprocessed: bool):
+        seen = in_sglang(run_scripts, "tree", unprocessed)
         assert seen["reads of the device"] == 0
-        assert seen["pages that were put in the tree unnoticed"] == 0
         for what in (
             "prefixes found",
-            "nodes split",
             "chunks that end inside a page",
             "pages that gave way to the tree's",
             "pages evicted",
@@ -382,27 +307,36 @@ class TestFollowing:
             "flush",
         ):
             assert seen[what] > 5, (what, seen)
+        assert (seen["pages that were put in the tree at the end"] > 5) == unprocessed
 
-    def test_nodes_that_were_put_in_the_tree_unnoticed_are_read_once_each(self, in_sglang: InSglang):
-        seen = in_sglang(run_scripts, "radix", True)
-        assert seen["pages that were put in the tree unnoticed"] > 50
-        assert seen["reads of the device"] > 20
-
-    def test_a_prefix_that_the_tree_does_not_explain_is_read_from_the_device(self):
-        req = SimpleNamespace(prefix_indices=SLOTS[0].repeat_interleave(PAGE)[:-1], req_pool_idx=None, last_node=None)
-        reads = COUNTERS.host_page_reads
-        assert HostPages().prefix_pages(req, PAGE).tolist() == [3, 1, 5]
+    def test_a_prefix_that_was_put_in_the_tree_unnoticed_is_read_from_the_device_once(self):
+        req = SimpleNamespace(origin_input_ids=list(range(12)), extra_key=None, cache_salt=None)
+        pages, reads = HostPages(), COUNTERS.host_page_reads
+        for _ in range(2):
+            found = pages.prefix_pages(req, 12, False, lambda: SLOTS[0].repeat_interleave(PAGE), PAGE)
+            assert (found.pages.tolist(), found.cached) == ([3, 1, 5], 3)
         assert COUNTERS.host_page_reads == reads + 1
 
     def test_a_prefix_longer_than_what_is_noted_of_its_request_is_read_from_the_device(self):
-        req = SimpleNamespace(rid="a", prefix_indices=SLOTS[0].repeat_interleave(PAGE), req_pool_idx=1, last_node=None)
+        req = SimpleNamespace(rid="a")
         pages = HostPages()
-        pages.note_batch([req], [np.array([3])], [np.array([1])])
-        assert pages.prefix_pages(req, PAGE).tolist() == [3, 1, 5]
+        pages.note_batch([req], [Noted(np.array([3]), 1)], [np.array([1])])
+        found = pages.prefix_pages(req, 11, True, lambda: SLOTS[0].repeat_interleave(PAGE)[:-1], PAGE)
+        assert (found.pages.tolist(), found.cached) == ([3, 1, 5], 0)
+
+    def test_an_insertion_by_nobody_known_makes_all_that_is_cached_unknown(self):
+        req = SimpleNamespace(origin_input_ids=list(range(12)), extra_key=None, cache_salt=None)
+        pages = HostPages()
+        pages.prefix_pages(req, 12, False, lambda: SLOTS[0].repeat_interleave(PAGE), PAGE)
+        pages.note_inserted(12, 0, PAGE)
+        reads = COUNTERS.host_page_reads
+        pages.prefix_pages(req, 12, False, lambda: SLOTS[0].repeat_interleave(PAGE), PAGE)
+        assert COUNTERS.host_page_reads == reads + 1
 
     def test_an_allocation_that_fails_leaves_nothing_said_to_the_allocator(self, in_sglang: InSglang):
         assert in_sglang(told_by_a_failure) == [[0], None]
 
+    @pytest.mark.skipif(installed().symbols["chunk_cache"] is None, reason="SGLang has no chunk cache here")
     def test_the_chunk_cache_never_asks_the_device(self, in_sglang: InSglang):
         seen = in_sglang(run_scripts, "chunk", True)
         assert seen["batch"] > 100
@@ -412,68 +346,65 @@ class TestFollowing:
         assert in_sglang(run_scripts, "other", True, 3)["batch"] > 20
 
 
-def _split_wrong_way_round(pages: Any, front: Any, back: Any, page_size: int) -> None:
-    real_note_split(pages, back, front, page_size)
+class TestCachedPages:
+    def test_same_tokens_behind_other_pages_or_namespaces_are_other_pages(self):
+        cached = CachedPages()
+        cached.put(("a",), [b"x", b"y"], np.array([3, 4]))
+        cached.put(("b",), [b"x", b"x"], np.array([5, 6]))
+        assert [cached.find((name,), [b"x"]) for name in "ab"] == [[3], [5]]
+        assert cached.find(("a",), [b"x", b"x"]) is None
+        assert cached.find(3, [b"y"]) == [4]
+
+    def test_a_page_is_found_where_it_was_put_last_and_tokens_lead_to_the_page_put_there_last(self):
+        cached = CachedPages()
+        cached.put((), [b"x"], np.array([3]))
+        cached.put((), [b"y"], np.array([3]))
+        assert cached.find((), [b"x"]) is None
+        cached.put((), [b"y"], np.array([4]))
+        cached.put((), [b"z"], np.array([3]))
+        assert (cached.find((), [b"y"]), cached.find((), [b"z"])) == ([4], [3])
 
 
-def _split_not_divided(pages: Any, front: Any, back: Any, page_size: int) -> None:
-    setattr(back, host_pages._PAGES, pages)
-    setattr(front, host_pages._PAGES, pages)
+def _no_page_gives_way(self: HostPages, length: int, found: int, page_size: int) -> None:
+    real_note_inserted(self, length, 0, page_size)
 
 
-def _split_of_unknown_not_marked(pages: Any, front: Any, back: Any, page_size: int) -> None:
-    if pages is not None:
-        real_note_split(pages, front, back, page_size)
+def _old_pages_of_the_tree_are_overwritten(self: CachedPages, before: Any, tokens: Any, pages: Any) -> None:
+    self._pages.update(dict.fromkeys([(before, part) for part in tokens], 1))
 
 
-def _split_not_followed(pages: Any, front: Any, back: Any, page_size: int) -> None:
+def _not_noted(self: HostPages, length: int, found: int, page_size: int) -> None:
     pass
 
 
-def _inserted_without_check_of_id(req: Any, first_new_node: int, page_size: int) -> None:
-    real_note_inserted(req, 0, page_size)
+def _without_namespace(req: Any) -> Any:
+    return ()
 
 
-def _inserted_not_followed(req: Any, first_new_node: int, page_size: int) -> None:
-    pass
+def _prefix_of_before(self: HostPages, req: Any, length: int, holds_slots: bool, *args: Any) -> Any:
+    noted = noted_of(req)
+    return real_prefix_pages(self, req, length, holds_slots or noted is not None, *args)
 
 
-def _inserted_keeps_own_pages(req: Any, first_new_node: int, page_size: int) -> None:
-    own = noted_pages(req)
-    real_note_inserted(req, first_new_node, page_size)
-    setattr(req, host_pages._PAGES, own)
-
-
-def _prefix_of_before(self: HostPages, req: Any, page_size: int) -> Any:
-    noted, count = noted_pages(req), -(-len(req.prefix_indices) // page_size)
-    return noted[:count] if noted is not None and len(noted) >= count else real_prefix_pages(self, req, page_size)
-
-
-real_note_split = host_pages.note_split
-real_note_inserted = host_pages.note_inserted
+real_note_inserted = HostPages.note_inserted
 real_prefix_pages = HostPages.prefix_pages
 
 #: What breaks the following, by name: owner, attribute, and what takes its place.
-FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "a split gives each half the other's pages": ("note_split", _split_wrong_way_round),
-    "a split gives both halves all pages": ("note_split", _split_not_divided),
-    "a split of an unknown node leaves no mark": ("note_split", _split_of_unknown_not_marked),
-    "a split is not followed": ("note_split", _split_not_followed),
-    "an insertion takes old nodes for new": ("note_inserted", _inserted_without_check_of_id),
-    "an insertion is not followed": ("note_inserted", _inserted_not_followed),
-    "a request keeps pages that the tree replaced": ("note_inserted", _inserted_keeps_own_pages),
-    "a request that lost its pages keeps their note": ("prefix_pages", _prefix_of_before),
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a request keeps pages that the tree replaced": (HostPages, "note_inserted", _no_page_gives_way),
+    "what is put in the tree is noted wrongly": (CachedPages, "put", _old_pages_of_the_tree_are_overwritten),
+    "an insertion is not followed": (HostPages, "note_inserted", _not_noted),
+    "requests of other adapters are taken for the same": (host_pages, "_namespace", _without_namespace),
+    "a request that lost its pages keeps their note": (HostPages, "prefix_pages", _prefix_of_before),
 }
 
 
 def error_under(fault: str) -> str:
     """What scripts raise under a fault."""
-    from cp_shared_kv.patches import page_ids
-
-    name, broken = FAULTS[fault]
-    with patch.object(HostPages if name == "prefix_pages" else page_ids, name, broken):
+    owner, name, broken = FAULTS[fault]
+    with patch.object(owner, name, broken):
         try:
-            run_scripts("radix", True)
+            run_scripts("tree", True)
         except AssertionError as error:
             return str(error)
     return "none"
@@ -490,7 +421,8 @@ class TestOfBatch:
     def noted() -> HostPages:
         pages = HostPages()
         reqs = [SimpleNamespace(rid="a"), SimpleNamespace(rid="b")]
-        pages.note_batch(reqs, [np.array([7, 3]), np.array([], dtype=np.int64)], [np.array([9]), np.array([4, 5])])
+        prefixes = [Noted(np.array([7, 3]), 2), Noted(np.array([], dtype=np.int64), 0)]
+        pages.note_batch(reqs, prefixes, [np.array([9]), np.array([4, 5])])
         return pages
 
     def test_are_prefix_and_drawn_pages_in_the_order_of_the_batch(self):
@@ -514,7 +446,7 @@ class TestOfBatch:
 
     def test_are_those_of_the_latest_batch_only(self):
         pages = self.noted()
-        pages.note_batch([SimpleNamespace(rid="c")], [np.array([1])], [np.array([2])])
+        pages.note_batch([SimpleNamespace(rid="c")], [Noted(np.array([1]), 0)], [np.array([2])])
         assert pages.of_batch(["a"], [3]) is None
 
 

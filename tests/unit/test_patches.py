@@ -634,7 +634,7 @@ class TestSets:
         extension = Extension()
         plugin_manager().register(extension)
         try:
-            with pytest.raises(SeamError, match=r"mine\.seam: the table of release 0\.5\.12\.post1 has no such seam"):
+            with pytest.raises(SeamError, match=r"mine\.seam: the table of release \S+ has no such seam"):
                 PatchSet.for_release()
         finally:
             plugin_manager().unregister(extension)

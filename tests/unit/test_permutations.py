@@ -17,6 +17,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pytest
 
 from cp_shared_kv import patches
 from cp_shared_kv.patches import HOOK_REGISTRY, Patch, PatchGroup, PatchSet
-from cp_shared_kv.releases import Release, release_for
+from cp_shared_kv.releases import installed
 from cp_shared_kv.seams import SeamError, SourceTree
 
 FILES = {
@@ -88,7 +89,7 @@ def patch_set_of(root: Path) -> PatchSet:
     """A set that wraps every seam of a package of this module."""
     source = SourceTree(root, "1.0")
     targets = {seam: source.describe(f"{root.name}.origin", qualname) for seam, qualname in SEAMS.items()}
-    release = Release(("1.0",), release_for("0.5.12.post1").arguments, targets)
+    release = replace(installed(), version="1.0", targets=targets, absent={})
     group = PatchGroup("group", tuple(Patch(seam, mark, why="a test", until="the test is over") for seam in SEAMS))
     return PatchSet(release, source, [group])
 

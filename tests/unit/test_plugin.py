@@ -24,10 +24,11 @@ from cp_shared_kv._version import __version__
 from cp_shared_kv.config import Decision
 from cp_shared_kv.divergence import CHECK_EVERY_ENV
 from cp_shared_kv.patches.arguments import DECISION_ATTRIBUTE, FLAG_ATTRIBUTE
+from cp_shared_kv.releases import installed
 from cp_shared_kv.seams import SeamError, SourceTree
 from cp_shared_kv_cpu import launch
 
-RELEASE = "0.5.12.post1"
+RELEASE = installed().version
 DECISION = Decision(__version__, RELEASE, 2, 64, "CP_SHARED_KV=1")
 VARIABLES = (
     config.SWITCH_ENV,
@@ -117,7 +118,7 @@ class TestWithSglang:
         assert seen["after_foreign"] == seen["off"]
 
     def test_a_decision_of_another_plugin_version_stops_activation_and_nothing_is_patched(self, seen: dict[str, Any]):
-        assert "the launching process decided with plugin 0.0.0 on SGLang 0.5.12.post1" in seen["other_version"]
+        assert f"the launching process decided with plugin 0.0.0 on SGLang {RELEASE}" in seen["other_version"]
         assert f"this one has plugin {__version__} on SGLang {RELEASE}" in seen["other_version"]
         assert "install the same on every node" in seen["other_version"]
         assert seen["after_other_version"] == seen["off"]
@@ -203,7 +204,7 @@ class TestLoadStops:
             ({"CP_SHARED_KV_DECISION": "yes"}, "CP_SHARED_KV_DECISION='yes' was not written by this plugin"),
             (
                 {"CP_SHARED_KV_DECISION": Decision("0.0.0", RELEASE, 2, 64, "x").to_json()},
-                "decided with plugin 0.0.0 on SGLang 0.5.12.post1",
+                f"decided with plugin 0.0.0 on SGLang {RELEASE}",
             ),
             (
                 {"CP_SHARED_KV_DECISION": Decision(__version__, "0.5.13", 2, 64, "x").to_json()},

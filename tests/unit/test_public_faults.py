@@ -13,7 +13,7 @@ import queue
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,19 +23,22 @@ import numpy as np
 import pytest
 import torch
 from standins import KVPoll
-from test_gate import BROKEN, LATER_ARGUMENTS, NAMES, facts
+from test_gate import ARRIVED, BROKEN, NAMES, facts, is_before
 from torch.overrides import TorchFunctionMode
 
 import cp_shared_kv
-from cp_shared_kv import collectives
+from cp_shared_kv import collectives, releases
 from cp_shared_kv.collectives import PageGather
 from cp_shared_kv.gate import Gate, GateError
 from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.patches import attention, capacity, transfer
 from cp_shared_kv.plan import PlanError, build_plan, workspace_pages
+from cp_shared_kv.releases import release_for
 from cp_shared_kv.seams import SourceTree
 from cp_shared_kv.transfer import split_chunk
 
+#: Release that the stand-ins and the servers of the reports are like.
+PRIMARY = "0.5.12.post1"
 PAGE = 64
 LAYERS = 3
 #: Values per token: MLA KV (nope, rope) and index-K.
@@ -78,7 +81,7 @@ SERVERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "sglang#31425": ({"enable_hierarchical_cache": True}, ["HiCache"]),
     "sglang#38324": (
-        {"enable_hierarchical_cache": True, "enable_kv_cache_layer_split": True},
+        {"enable_hierarchical_cache": True, "enable_dsa_cache_layer_split": True},
         ["HiCache", "KV layer split"],
     ),
 }
@@ -98,12 +101,13 @@ class TestGate:
         for rule in rules:
             assert f"[{rule}]" in str(refused.value)
 
+    @pytest.mark.skipif(releases.installed().arguments != NAMES, reason="the servers of the reports are of other flags")
     def test_every_flag_that_the_gate_advises_is_spelt_as_in_the_release(self):
         """sglang#32553: a flag that another release spells otherwise ends the launch."""
         source = SourceTree.installed().file_of("sglang.srt.server_args").read_text(encoding="utf-8")
         refusals = [refusal for _, change, _, _ in BROKEN for refusal in Gate().refusals(facts(**change))]
         advised = {flag for r in refusals for flag in re.findall(r"--[a-z][a-z-]+", f"{r.needs} {r.remedy}")}
-        later = {"--" + name.replace("_", "-") for name in LATER_ARGUMENTS}
+        later = {"--" + name.replace("_", "-") for name, since in ARRIVED.items() if is_before(PRIMARY, since)}
         assert {NAMES.prefill_cp_flag, NAMES.cp_mode_flag, NAMES.prefill_backend_flag} <= advised
         assert {flag for flag in advised - later if f'"{flag}"' not in source} == set()
         assert f'"{NAMES.in_seq_split}"' in source
@@ -127,7 +131,7 @@ class Stock:
         self.kv_buffer[layer.layer_id][loc] = torch.cat([nope, rope], dim=-1)
 
 
-class StateType(enum.Enum):
+class StateType(str, enum.Enum):
     NSA = "nsa"
     SWA = "swa"
 
@@ -149,10 +153,13 @@ def module(name: str, **attributes: Any) -> ModuleType:
 
 
 @pytest.fixture
-def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Stand-ins for what the product imports of SGLang; its CP group is ``sglang.group``."""
     here = SimpleNamespace(group=Coordinator.of(0, 1))
     allocator = module("sglang.srt.mem_cache.allocator", PagedTokenToKVPoolAllocator=object)
+    releases.symbol.cache_clear()
+    for owner in (releases, attention):
+        monkeypatch.setattr(owner, "installed", lambda: release_for(PRIMARY))
     for made in (
         module("sglang.srt.mem_cache", allocator=allocator),
         allocator,
@@ -171,7 +178,8 @@ def sglang(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, name, made)
         spec.loader.exec_module(made)
     here.pool = sys.modules["cp_shared_kv.pool"]
-    return here
+    yield here
+    releases.symbol.cache_clear()
 
 
 @pytest.fixture
@@ -337,7 +345,7 @@ class TestPool:
     def test_a_pool_that_is_shared_cannot_be_shared_again(self, sglang: SimpleNamespace):
         """tpu-inference#3344: sharded twice, a rank would hold a part of its part."""
         rank = Rank(sglang, 4, 8, 1024)
-        with pytest.raises(TypeError, match="can adopt only the stock NSATokenToKVPool, got CPSharedNSATokenToKVPool"):
+        with pytest.raises(TypeError, match="can adopt only the stock Stock, got CPSharedNSATokenToKVPool"):
             type(rank.pool).adopt(rank.pool, layout=rank.layout, workspace_pages=20, gather=None)
 
     @pytest.mark.parametrize("call", ["get_cpu_copy", "load_cpu_copy"])
@@ -390,8 +398,9 @@ class TestPageTables:
             seen.append([made.page_table_1, made.real_page_table, made.page_table_1_flattened])
         for first, second in zip(*seen, strict=True):
             assert torch.equal(first, second)
-        # Page 9 is of rank 0, page 2 of rank 1; page 30 is new and lies behind one gathered page of each rank.
-        places = [0, 1, 4]
+        # Page 9 is of rank 0, page 2 of rank 1; page 30 is new and lies behind one gathered page of each rank. Before
+        # them is the trash page.
+        places = [1, 2, 5]
         token_slots = [places[i // PAGE] * PAGE + i % PAGE for i in range(seq)]
         assert [table.tolist() for table in seen[0]] == [[token_slots], [places], token_slots]
 
@@ -420,7 +429,7 @@ class TestTransfer:
                 "pp_rank": 0,
                 "pp_size": 1,
                 "enable_all_cp_ranks_for_transfer": True,
-                "kv_args": SimpleNamespace(page_size=PAGE, state_types=[StateType.NSA]),
+                "kv_args": SimpleNamespace(page_size=PAGE, state_types=[StateType.NSA], state_item_lens=[[8]]),
                 "state_item_lens_sum": 132,
                 "bootstrap_timeout": 300,
                 "record_failure": lambda room, reason: None,
@@ -511,8 +520,8 @@ class TestTransfer:
         """Return code, and the ``(source, destination)`` pages that stock was given to send."""
         sent: list[Any] = []
 
-        def stock(req: Any, pages: list[Any], executor: Any, registration: Any) -> int:
-            sent.append(([part.tolist() for part in pages], req.dst_state_indices))
+        def stock(req: Any, prefill_state_indices: list[Any], **others: Any) -> int:
+            sent.append(([part.tolist() for part in prefill_state_indices], req.dst_state_indices))
             return 0
 
         return transfer._maybe_send_extra(stock, manager, (request, source, None, None), {}), sent

@@ -28,7 +28,7 @@ class Chunk:
 class Queue:
     """What TransferThread uses of SGLang's FastQueue."""
 
-    def __init__(self, *chunks: Chunk) -> None:
+    def __init__(self, *chunks: Chunk | None) -> None:
         self._buf = deque(chunks)
         self._cond = threading.Condition()
 
@@ -63,6 +63,16 @@ def transfer_thread(queue: Queue, executor: concurrent.futures.Executor, *over: 
 
 
 # The transfer thread.
+
+
+def test_the_word_to_end_is_handed_on_and_marks_no_room(executor: concurrent.futures.ThreadPoolExecutor) -> None:
+    """SGLang puts None into the queue when it takes its threads down."""
+    queue = Queue(Chunk(7, 0), None, Chunk(7, 1))
+    thread = transfer_thread(queue, executor)
+    thread.get()
+    assert thread.drop(7) is False
+    assert thread.get() is None
+    assert thread.room is None
 
 
 def test_get_hands_out_chunks_in_their_order_and_marks_the_room(
@@ -299,7 +309,7 @@ def test_a_room_that_is_taken_away_and_announced_again_counts_anew(monkeypatch: 
     infos = Announcements()
     infos[7] = {"session": "info"}
     assert infos.pop(7) == {"session": "info"}
-    assert infos.pop(7, None) is None
+    assert infos.pop(7) is None, "taken away already"
     now = 1005.0
     infos[7] = {}
     assert infos.since(7) == 1005.0
@@ -320,7 +330,16 @@ def test_an_announcement_for_a_room_that_was_just_taken_away_is_kept() -> None:
 def test_a_room_that_ended_reads_as_bootstrapping_and_stays_away() -> None:
     source = SourceTree.installed().file_of("sglang.srt.disaggregation.base.conn").read_text(encoding="utf-8")
     assert re.search(rf"class KVPoll\b.*?\bBootstrapping = {Statuses.BOOTSTRAPPING}\n", source, re.DOTALL)
+    assert re.search(rf"class KVPoll\b.*?\bFailed = {Statuses.FAILED}\n", source, re.DOTALL)
     statuses = Statuses({7: 3})
     assert (statuses[7], statuses[8]) == (3, Statuses.BOOTSTRAPPING)
     assert 8 not in statuses
     assert statuses.get(8) is None
+
+
+def test_a_late_failure_does_not_bring_back_a_room_that_is_over() -> None:
+    statuses = Statuses({7: 3})
+    statuses[7] = statuses[8] = Statuses.FAILED
+    assert dict(statuses) == {7: Statuses.FAILED}
+    statuses[8] = Statuses.BOOTSTRAPPING
+    assert dict(statuses) == {7: Statuses.FAILED, 8: Statuses.BOOTSTRAPPING}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_shared_kv.layout import CpSharedKVLayout
-from cp_shared_kv.transfer import PagePositions, chunk_problem, split_chunk, split_state
+from cp_shared_kv.transfer import Destination, PagePositions, chunk_problem, split_chunk, split_state
 
 FRAGMENTED = [40, 3, 17, 90, 4, 55, 8, 21]
 
@@ -24,13 +23,9 @@ def group(cp_size: int) -> list[CpSharedKVLayout]:
     return [CpSharedKVLayout(page_size=64, cp_size=cp_size, cp_rank=rank) for rank in range(cp_size)]
 
 
-def decode(pages: int, *state: int, is_dummy: bool = False) -> Any:
+def decode(pages: int, *state: int) -> Destination:
     """Decode's answer: so many KV pages, and so many pages for each state component."""
-    return SimpleNamespace(
-        is_dummy=is_dummy,
-        dst_kv_indices=np.arange(100, 100 + pages, dtype=np.int32),
-        dst_state_indices=[list(range(500, 500 + n)) for n in state],
-    )
+    return Destination(pages, state)
 
 
 def state(*counts: int | None) -> list[Any]:
@@ -141,9 +136,6 @@ class TestChunkProblem:
 
     def test_no_destination_is_no_problem(self):
         assert chunk_problem(4, state(6), []) is None
-
-    def test_dummy_destinations_are_not_looked_at(self):
-        assert chunk_problem(4, state(6), [decode(0, is_dummy=True), decode(4, 6)]) is None
 
     def test_too_few_kv_pages_are_named(self):
         problem = chunk_problem(5, (), [decode(4)])

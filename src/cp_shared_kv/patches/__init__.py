@@ -162,9 +162,7 @@ class PatchSet:
         self.release = release
         self.source = source
         self.groups = tuple(groups)
-        self.patches = tuple(
-            patch for group in groups for patch in group.patches if patch.seam not in release.absent
-        )
+        self.patches = tuple(patch for group in groups for patch in group.patches if patch.seam not in release.absent)
         self.targets: dict[str, Target] = {}
         problems = []
         for group in groups:
@@ -453,16 +451,16 @@ def _stock_function(value: Any) -> types.FunctionType | None:
 
 
 def _is_pass_through(link: Any) -> bool:
-    """Whether ``link`` calls what it wraps: a wrapper of SGLang's ``HookRegistry``, or one of ours that is off.
+    """Whether ``link`` calls what it wraps: a wrapper of SGLang's own, or one of ours that is off.
 
-    The registry's REPLACE hooks do not call it; :func:`_foreign_replacements` knows them.
+    SGLang's own are decorators in its source, and the wrappers of its ``HookRegistry``. The registry's REPLACE hooks do
+    not call what they wrap; :func:`_foreign_replacements` knows them.
     """
     switch = getattr(link, "_self_enabled", None)
     if isinstance(switch, _Switch):
         return not switch.on
-    registry = sys.modules.get(HOOK_REGISTRY)
     function = _underlying(link)
-    return registry is not None and function is not None and function.__globals__ is vars(registry)
+    return function is not None and function.__globals__.get("__name__", "").startswith("sglang.")
 
 
 def _is_wrapper(link: Any, wrapper: Any) -> bool:

@@ -62,15 +62,15 @@ def _relies(why: str) -> Dependency:
 
 _BALANCED = "pages are drawn on the host, cyclic in their owners; the stock kernel lays them out as slots"
 _ON_HOST = "free pages are kept on the host, apart by owner"
+_SHOWN = "reads the index-K buffer that the pool shows"
 _CHECKS_LAYER = "what is read is the workspace, which must hold this very layer"
 
 #: Group -> seam of its ``relies_on`` -> what it is needed for.
 DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
     "page_ids": {
+        "cache.prefix_kv_indices": _relies("gives the slots of a request's prefix"),
         "chunk_cache.cache_unfinished_req": _relies("leaves a request's pages as they are"),
-        "radix_cache.insert_helper": _relies("gives a new node the slots of the request that is inserted"),
-        "radix_cache.tree_node_init": _relies("numbers nodes, which tells new ones, and takes further attributes"),
-        "radix_cache.match_prefix_helper": _relies("returns the slots of the nodes down to the last one, in order"),
+        "tree.match_prefix": _relies("returns the slots that were inserted for these tokens"),
     },
     "capacity": {
         "allocator.alloc": _override(_BALANCED),
@@ -82,15 +82,21 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
         "allocator.backup_state": _override(_ON_HOST),
         "allocator.clear": _override(_ON_HOST),
         "allocator.free": _override(_ON_HOST),
-        "allocator.free_group_begin": _relies("keeps what is freed until the group ends"),
-        "allocator.free_group_end": _relies("frees what a group has kept, by one call of free"),
+        "allocator.free_group_begin": _override("keeps what is freed until the group ends"),
+        "allocator.free_group_end": _override("frees what a group has kept, by one call of free"),
+        "allocator.free_page_ids": _override(_ON_HOST),
+        "allocator.free_segment": _override(_ON_HOST),
+        "allocator.get_all_free_pages": _override(_ON_HOST),
         "allocator.merge_and_sort_free": _override(_ON_HOST),
         "allocator.restore_state": _override(_ON_HOST),
         "allocator.init": _override("the allocator pages logical slots, N times as many as the pool holds"),
         "capacity.mla_kv_cache_dim": _relies("gives the bytes of a token in the MLA KV workspace that is charged for"),
-        "scheduler.add_one_req": _relies(
-            "admits one request a batch under in-seq-split, so one context fits a forward"
-        ),
+        "index_key_cache.clear": _relies("lets go of the index-K buffers that the pool shows"),
+        "index_key_cache.get_k_and_scale": _relies(_SHOWN),
+        "index_key_cache.get_local_buffer": _relies(_SHOWN),
+        "index_key_cache.init": _relies("holds the index-K buffers, one a layer, and the pool"),
+        "index_key_cache.state_buf_infos": _relies("describes the index-K buffers that the pool shows"),
+        "index_key_cache.store_quantized": _relies("writes to the index-K buffer that the pool shows"),
         "pool.get_contiguous_buf_infos": _override("a transfer registers the persistent tensors, not the workspace"),
         "pool.get_index_k_continuous": _override(_CHECKS_LAYER),
         "pool.get_index_k_scale_buffer": _override(_CHECKS_LAYER),
@@ -101,6 +107,7 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
         "pool.clear_buffers": _override("the persistent tensors are let go of too"),
         "pool.get_kv_size_bytes": _override("counts the persistent tensors, not the workspace"),
         "pool.get_value_buffer": _override(_CHECKS_LAYER),
+        "pool.move_kv_cache": _override("refused: it goes by logical slots"),
         "pool.init": _relies("the shared pool takes over the tensors and attributes that it sets"),
         "pool.set_index_k_scale_buffer": _override("index-K is written only where the workspace holds the layer"),
         "pool.set_mla_kv_buffer": _override(
@@ -117,6 +124,12 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
             "goes by the group's poll, and clears a sender only when that says that the request has ended"
         ),
         "prefill.send_kv_chunk": _relies("hands the sender a chunk's logical pages in the order of the request"),
+        "prefill.send_kv_pages": _relies("hands the sender a chunk's logical pages in the order of the request"),
+        "transfer.conclude": _relies("tells decode of a request's end through `transfer.sync_status` alone"),
+        "transfer.encode_status": _relies("its message has three frames: room, status, prefill rank"),
+        "transfer.prepare_send_indices": _relies(
+            "counts whole chunks, so it knows the last one, and asks the wrapped function for this rank's part of each"
+        ),
         "transfer.queue_get": _relies("the transfer thread takes its chunks from this queue's buffer, under its lock"),
         "transfer.queue_put": _relies("chunks that are put into this queue's buffer can be found and dropped there"),
         "transfer.sender_abort": _relies("notes a failure, and so ends a request that nothing was sent of"),
@@ -128,7 +141,12 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
             "a failure is seen by the next poll, and does not bring back a request that was cleared"
         ),
     },
+    "prefill_queue": {
+        "prefill.create_sender": _relies("makes a request's sender, which waits for decode, and queues nothing"),
+    },
     "decode": {
+        "decode.apply_status": _relies("notes prefill's answers by room, and ignores those for requests that are over"),
+        "transfer.encode_status": _relies("its message has three frames: room, status, prefill rank"),
         "decode.pop_transferred": _relies("gives a request's pages away only after its receiver's poll says it ended"),
         "decode.receiver_abort": _relies("an abort of the client only notes a failure, which the poll then reports"),
         "decode.receiver_send_metadata": _relies("sets `init_time` when it tells prefill the pages, not before"),

@@ -46,8 +46,10 @@ class NotingSocket:
 
         while True:
             message = self._socket.recv_multipart(*args, **kwargs)
-            # Frames as `sync_status_to_decode_endpoint` sends them: room, status, prefill rank.
-            if len(message) != 3 or not message[1].isdigit() or int(message[1]) != KVPoll.Failed:
+            # Frames as `transfer.sync_status` sends them: room, status, prefill rank.
+            if len(message) != 3 or not (message[0].isdigit() and message[1].isdigit()):
+                return message
+            if int(message[1]) != KVPoll.Failed:
                 return message
             room = int(message[0])
             if room in self._manager.request_status:
@@ -163,7 +165,9 @@ GROUP = PatchGroup(
         "decode.pop_transferred",
         "decode.receiver_send_metadata",
         "decode.receiver_abort",
+        "decode.apply_status",
         "transfer.sync_status",
+        "transfer.encode_status",
         "transfer.update_status",
     ),
 )

@@ -8,6 +8,7 @@ announced itself for the request.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -17,14 +18,19 @@ from cp_shared_kv.patches.transfer import (
     Sending,
     abort_before_sending,
     announced_by_all,
+    end_aborted,
     forget_room,
+    has_begun,
+    is_sharing,
     layout_of,
     logger,
+    quiet_everywhere,
     refuse_request,
     request_problem,
     sending_of,
     tell_decode_failed,
 )
+from cp_shared_kv.releases import installed, symbol
 
 
 def _queue_add(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -38,16 +44,34 @@ def _queue_add(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...]
     if not isinstance(req.to_finish, FINISH_ABORT):
         _take_over(queue.kv_manager, room)
         return wrapped(*args, **kwargs)
-    reason = req.to_finish.message
+    reason = req.to_finish
     if req.bootstrap_host != FAKE_BOOTSTRAP_HOST and not _is_live(queue, room):
         _take_over(queue.kv_manager, room)
-        wrapped(*args, **kwargs)  # makes the sender, which waits for decode
-        if queue.queue and queue.queue[-1] is req:
-            queue.queue.pop()
+        if _make_sender(wrapped, queue, args, kwargs):
             abort_before_sending(req.disagg_kv_sender)
-    prepare_abort(req, reason, status_code=req.to_finish.status_code or HTTPStatus.BAD_REQUEST)
-    queue.scheduler.stream_output([req], req.return_logprob)
+    if installed().answers_rejected:
+        return wrapped(*args, **kwargs)
+    prepare_abort(req, reason.message, status_code=reason.status_code or HTTPStatus.BAD_REQUEST)
+    _answer_client(queue, req)
     return None
+
+
+def _make_sender(wrapped: Callable[..., Any], queue: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Make the sender of a request that is not to be queued; whether it has one now. It waits for decode."""
+    if installed().makes_sender_apart:
+        return queue.create_sender(*args, **kwargs)
+    req = argument(args, kwargs, 0, "req")
+    wrapped(*args, **kwargs)
+    if not queue.queue or queue.queue[-1] is not req:
+        return False
+    queue.queue.pop()
+    return True
+
+
+def _answer_client(queue: Any, req: Any) -> None:
+    """Stream a request that ends with an error to its client."""
+    stream_output = operator.attrgetter(installed().stream_output)(queue.scheduler)
+    stream_output([req], req.return_logprob)
 
 
 def _take_over(manager: Any, room: int) -> None:
@@ -64,10 +88,11 @@ def _take_over(manager: Any, room: int) -> None:
 def _is_live(queue: Any, room: int) -> bool:
     """Whether a request with this room is between its arrival and the end of its transfer."""
     scheduler = queue.scheduler
-    batches = (getattr(scheduler, name, None) for name in ("cur_batch", "last_batch"))
     requests = [*queue.queue, *scheduler.waiting_queue, *scheduler.disagg_prefill_inflight_queue]
-    requests += [req for batch in batches if batch is not None for req in batch.reqs]
-    requests += [req for req in (getattr(scheduler, "chunked_req", None),) if req is not None]
+    if scheduler.last_batch is not None:
+        requests += scheduler.last_batch.reqs
+    if scheduler.chunked_req is not None:
+        requests.append(scheduler.chunked_req)
     return any(req.bootstrap_room == room and not req.finished() for req in requests)
 
 
@@ -107,7 +132,6 @@ def _failed_for_its_pages(queue: Any, req: Any) -> bool:
 
     Every rank has decode's answer when stock hands the request out, so all ranks fail it in the same turn.
     """
-    from sglang.srt.disaggregation.prefill import release_req_to_metadata_buffer
     from sglang.srt.disaggregation.utils import prepare_abort
 
     manager, room = queue.kv_manager, req.bootstrap_room
@@ -116,9 +140,9 @@ def _failed_for_its_pages(queue: Any, req: Any) -> bool:
         return False
     refuse_request(manager, room, problem)
     abort_before_sending(req.disagg_kv_sender)
-    release_req_to_metadata_buffer(req, queue.req_to_metadata_buffer_idx_allocator)
+    symbol("release_metadata_buffer")(req, queue.req_to_metadata_buffer_idx_allocator)
     prepare_abort(req, problem, status_code=HTTPStatus.INTERNAL_SERVER_ERROR)
-    queue.scheduler.stream_output([req], req.return_logprob)
+    _answer_client(queue, req)
     return True
 
 
@@ -128,10 +152,36 @@ def _abort_request(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, 
     result = wrapped(*args, **kwargs)
     left = {id(req) for req in scheduler.waiting_queue}
     for req in waiting:
-        sender = getattr(req, "disagg_kv_sender", None)
-        if id(req) not in left and sending_of(getattr(sender, "kv_mgr", None)) is not None and hasattr(sender, "abort"):
-            abort_before_sending(sender)  # every rank drops the request in the same turn, and nothing was sent of it
+        if id(req) not in left and is_sharing(req.disagg_kv_sender):
+            # Every rank drops the request in the same turn, and nothing was sent of it.
+            abort_before_sending(req.disagg_kv_sender)
     return result
+
+
+def _abort_chunked(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scheduler, req = instance, instance._pending_chunked_abort_req
+    if req is None or scheduler.chunked_req is not req or not is_sharing(req.disagg_kv_sender):
+        return wrapped(*args, **kwargs)
+    req.disagg_kv_sender.abort()
+    if not all(quiet_everywhere([req.disagg_kv_sender], scheduler.attn_cp_cpu_group)):
+        return None  # it stays pending; chunks that are computed until then are not sent
+    result = wrapped(*args, **kwargs)
+    end_aborted(req.disagg_kv_sender)
+    return result
+
+
+def _retire_aborted(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scheduler, req = instance, argument(args, kwargs, 0, "req")
+    sender = req.disagg_kv_sender
+    if not is_sharing(sender) or not has_begun(sender) or not req.kv.holds_kv:
+        return wrapped(*args, **kwargs)
+    # As a transfer that failed: it ends, with its pages, when no rank writes for it any more.
+    sender.abort()
+    scheduler.clear_pending_chunk_send(req)
+    if req.to_finish is not None and not req.finished():
+        req.update_finish_state()
+    scheduler.disagg_prefill_inflight_queue.append(req)
+    return False
 
 
 GROUP = PatchGroup(
@@ -157,5 +207,20 @@ GROUP = PatchGroup(
             why="stock drops a waiting request without a word to decode, which waits for it until its timeout",
             until="SGLang tells decode when a waiting request is aborted",
         ),
+        Patch(
+            "scheduler.abort_chunked",
+            _abort_chunked,
+            why="stock releases the pages of a request that is aborted between its chunks though they are still sent, "
+            "and never tells decode",
+            until="SGLang tells decode of a failure when no prefill rank writes for the request any more",
+        ),
+        Patch(
+            "prefill.retire_aborted",
+            _retire_aborted,
+            why="stock releases the pages of a request that is aborted while it runs though they are still sent, and "
+            "never tells decode",
+            until="SGLang tells decode of a failure when no prefill rank writes for the request any more",
+        ),
     ),
+    relies_on=("prefill.create_sender",),
 )

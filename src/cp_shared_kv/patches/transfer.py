@@ -28,14 +28,28 @@ from cp_shared_kv.layout import CpSharedKVLayout
 from cp_shared_kv.metrics import COUNTERS
 from cp_shared_kv.patches import Patch, PatchGroup, argument
 from cp_shared_kv.plan import ceil_div
+from cp_shared_kv.releases import installed, named_arguments
 from cp_shared_kv.rooms import Announcements, Statuses, TransferThread, UnansweredRooms
-from cp_shared_kv.transfer import chunk_problem, split_chunk, split_state
+from cp_shared_kv.transfer import Destination, chunk_problem, split_chunk, split_state
 
 logger = logging.getLogger("cp_shared_kv")
 
 STATE_ATTRIBUTE = "_cp_shared_kv_sending"
 #: How long a status message may wait for room in its socket, which is full only where nobody has read for long.
 SEND_TIMEOUT_MS = 1_000
+
+
+@dataclass
+class Queued:
+    """What of a request a rank has queued so far.
+
+    Attributes:
+        infos: ``TransferInfo`` of its decode ranks; stock forgets them when a last chunk is done, well or not.
+        pages: KV pages of this rank.
+    """
+
+    infos: list[Any]
+    pages: int = 0
 
 
 @dataclass
@@ -49,6 +63,7 @@ class Sending:
         patience_s: how long decode waits for a request's pages; nothing is written for it afterwards.
         threads: the manager's transfer threads.
         failed_state: requests and decode sessions whose index-K could not be sent.
+        queued: what was queued of each request that is not over.
         failed_at: decode session -> ``time.monotonic()`` of the last write to it that failed.
     """
 
@@ -58,6 +73,7 @@ class Sending:
     patience_s: float
     threads: list[TransferThread] = field(default_factory=list)
     failed_state: set[tuple[int, str]] = field(default_factory=set)
+    queued: dict[int, Queued] = field(default_factory=dict)
     failed_at: dict[str, float] = field(default_factory=dict)
 
 
@@ -125,21 +141,33 @@ def _owned_state(manager: Any, state_indices: list[Any] | None) -> list[Any] | N
 def _record_transfer_indices(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    sender, manager = instance, instance.kv_mgr
     state = argument(args, kwargs, 1, "state_indices")
-    result = wrapped(argument(args, kwargs, 0, "kv_indices"), _owned_state(manager, state))
-    if layout_of(manager) is not None and state is not None:  # only the last chunk brings index-K
-        pages, state_pages = sender._transfer_num_kv_indices, sender._transfer_num_state_indices
-        logger.debug(
-            "CP shared KV transfer: rank=%d pages=%d bytes=%d state_pages=%d state_bytes=%d room=%s",
-            manager.attn_cp_rank,
-            pages,
-            pages * manager.kv_item_lens_sum,
-            state_pages,
-            state_pages * manager.state_item_lens_sum,
-            sender.bootstrap_room,
-        )
-    return result
+    return wrapped(argument(args, kwargs, 0, "kv_indices"), _owned_state(instance.kv_mgr, state))
+
+
+def _by_component(state: Any) -> list[Any]:
+    """A request's state, or what describes it, as a list with an entry for each state type."""
+    if state is None:
+        return []
+    return list(state) if installed().state_by_component else [state]
+
+
+def _item_bytes(item_lens: list[Any]) -> int:
+    """Bytes of a page of all layers: item lengths, for KV one a layer, for state a list for each component."""
+    return sum(sum(each) if isinstance(each, list) else each for each in item_lens)
+
+
+def _kv_page_bytes(manager: Any) -> int:
+    return _item_bytes(manager.kv_args.kv_item_lens)
+
+
+def _state_page_bytes(manager: Any) -> int:
+    return _item_bytes(manager.kv_args.state_item_lens)
+
+
+def state_types(manager: Any) -> list[str]:
+    """State types of a manager's requests, in the order in which their pages are listed."""
+    return list(manager.kv_args.state_types) if installed().state_by_component else [manager.kv_args.state_type]
 
 
 def note_failure(manager: Any, room: int, reason: str) -> None:
@@ -196,15 +224,26 @@ class Teller:
                 socket.connect(endpoint)
             return sockets[endpoint]
 
+        def send(endpoint: str, parts: list[bytes], is_ipv6: bool = False) -> None:
+            connect(endpoint, is_ipv6).send_multipart(parts)
+
         # Stock's own message, sent through another socket.
-        sender = types.SimpleNamespace(_connect=connect)
+        voice = types.SimpleNamespace(_connect=connect, _send_multipart_locked=send)
+        seam = installed().targets["transfer.sync_status"]
+        by_target = "targets" in seam.parameters
+        if by_target:
+            voice._encode_kv_status_message = manager._encode_kv_status_message
         rank = manager.attn_tp_rank * manager.pp_size * manager.attn_cp_size
         rank += manager.pp_rank * manager.attn_cp_size + manager.attn_cp_rank
         while True:
             info = self._queue.get()
             try:
-                sync = type(manager).sync_status_to_decode_endpoint
-                sync(sender, info.endpoint, info.dst_port, info.room, KVPoll.Failed, rank)
+                sync = getattr(type(manager), seam.qualname.rpartition(".")[2])
+                if by_target:
+                    targets = [(info.endpoint, info.dst_port)]
+                    sync(voice, targets=targets, bootstrap_room=info.room, status=KVPoll.Failed)
+                else:
+                    sync(voice, info.endpoint, info.dst_port, info.room, KVPoll.Failed, rank)
             except Exception:  # a decode rank that is gone must not keep others from being told
                 logger.exception("CP shared KV: decode could not be told that room %s has failed", info.room)
 
@@ -219,7 +258,8 @@ def tell_decode_failed(manager: Any, room: int) -> None:
     """Tell the decode ranks that have announced themselves for a request that it has failed."""
     sending = sending_of(manager)
     assert sending is not None
-    for info in list(manager.transfer_infos.get(room, {}).values()):
+    queued = sending.queued.get(room)
+    for info in queued.infos if queued is not None else list(manager.transfer_infos.get(room, {}).values()):
         if not info.is_dummy:
             sending.teller.tell(info)
 
@@ -227,9 +267,18 @@ def tell_decode_failed(manager: Any, room: int) -> None:
 def forget_room(manager: Any, room: int) -> None:
     """Drop whatever a manager keeps for a request that is over."""
     manager.request_status.pop(room, None)
+    _forget_transfer(manager, room)
+    _forget_failure(manager, room)
+
+
+def _forget_transfer(manager: Any, room: int) -> None:
+    sending = sending_of(manager)
+    assert sending is not None
+    sending.queued.pop(room, None)
     manager.req_to_decode_prefix_len.pop(room, None)
     manager.transfer_infos.pop(room, None)
-    _forget_failure(manager, room)
+    if installed().counts_chunks:
+        manager._staging_outstanding.pop(room, None)
 
 
 def _forget_failure(manager: Any, room: int) -> None:
@@ -244,6 +293,11 @@ def abort_before_sending(sender: Any) -> None:
         sender: the request's ``MooncakeKVSender``.
     """
     sender.abort()
+    end_aborted(sender)
+
+
+def end_aborted(sender: Any) -> None:
+    """End a request that was aborted and that no rank writes for, and tell decode."""
     sender.clear()
     _forget_failure(sender.kv_mgr, sender.bootstrap_room)
 
@@ -271,12 +325,13 @@ def _transfer_worker(wrapped: Callable[..., Any], instance: Any, args: tuple[Any
     manager, sending = instance, sending_of(instance)
     if sending is None:
         return wrapped(*args, **kwargs)
-    chunks, executor = argument(args, kwargs, 0, "queue"), argument(args, kwargs, 1, "executor")
-    thread = TransferThread(chunks, executor, lambda room: _is_over(manager, room))
+    named = named_arguments("transfer.transfer_worker", args, kwargs)
+    thread = TransferThread(named["queue"], named["executor"], lambda room: _is_over(manager, room))
+    named |= {"queue": thread, "executor": thread}
     sending.threads.append(thread)
     while True:
         try:
-            return wrapped(thread, thread)
+            return wrapped(**named)
         except Exception as error:
             room = thread.room
             if room is None:
@@ -300,25 +355,31 @@ def _poll(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwa
 
     polls = wrapped(*args, **kwargs)
     senders = argument(args, kwargs, 0, "pollers")
-    failed = [
-        i
-        for i, sender in enumerate(senders)
-        # A warm-up's sender has no room; it fails only where SGLang is told to simulate failures.
-        if polls[i] == KVPoll.Failed and hasattr(sender, "bootstrap_room") and layout_of(sender.kv_mgr) is not None
-    ]
+    failed = [i for i, sender in enumerate(senders) if polls[i] == KVPoll.Failed and is_sharing(sender)]
     if not failed:
         return polls
-    quiet = torch.tensor([_stop_writing(senders[i]) for i in failed], dtype=torch.uint8)
-    torch.distributed.all_reduce(
-        quiet, op=torch.distributed.ReduceOp.MIN, group=argument(args, kwargs, 1, "attn_cp_cpu_group")
-    )
-    for i, everywhere in zip(failed, quiet.tolist(), strict=True):
+    quiet = quiet_everywhere([senders[i] for i in failed], argument(args, kwargs, 1, "attn_cp_cpu_group"))
+    for i, everywhere in zip(failed, quiet, strict=True):
         if not everywhere:
-            polls[i] = KVPoll.Transferring if _has_begun(senders[i]) else KVPoll.Bootstrapping
+            polls[i] = KVPoll.Transferring if has_begun(senders[i]) else KVPoll.Bootstrapping
     return polls
 
 
-def _has_begun(sender: Any) -> bool:
+def is_sharing(sender: Any) -> bool:
+    """Whether a sender is one of a manager whose pool is shared; that of a warm-up is not, nor is None."""
+    from sglang.srt.disaggregation.common.conn import CommonKVSender
+
+    return isinstance(sender, CommonKVSender) and sending_of(sender.kv_mgr) is not None
+
+
+def quiet_everywhere(senders: list[Any], attn_cp_cpu_group: Any) -> list[int]:
+    """Stop writing for requests that failed on some rank; of each, whether no rank writes for it any more."""
+    quiet = torch.tensor([_stop_writing(sender) for sender in senders], dtype=torch.uint8)
+    torch.distributed.all_reduce(quiet, op=torch.distributed.ReduceOp.MIN, group=attn_cp_cpu_group)
+    return quiet.tolist()
+
+
+def has_begun(sender: Any) -> bool:
     """Whether the request has left the bootstrap queue, for which decode has announced itself."""
     return getattr(sender, "num_kv_indices", None) is not None
 
@@ -343,14 +404,16 @@ def _sender_clear(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
     if sending is None:
         return wrapped(*args, **kwargs)
     if sender.conclude_state == KVPoll.Failed:
-        if not _has_begun(sender) and not announced_by_all(manager, room):
+        if not has_begun(sender) and not announced_by_all(manager, room):
             # What decode has announced, or is announcing just now, stays until it can be answered.
             manager.request_status.pop(room, None)
             manager.req_to_decode_prefix_len.pop(room, None)
             sending.unanswered.add(room)
             return None
         tell_decode_failed(manager, room)
-    return wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
+    _forget_transfer(manager, room)
+    return result
 
 
 def _add_transfer_request(
@@ -361,17 +424,40 @@ def _add_transfer_request(
     manager, layout = instance, layout_of(instance)
     if layout is None:
         return wrapped(*args, **kwargs)
-    room = argument(args, kwargs, 0, "bootstrap_room")
+    named = named_arguments("transfer.add_transfer_request", args, kwargs)
+    room = named["bootstrap_room"]
     if manager.request_status.get(room) in (None, KVPoll.Failed):
         return wrapped(*args, **kwargs)  # gone or failed before: stock drops the chunk
-    positions = argument(args, kwargs, 2, "index_slice")
-    state = kwargs.get("state_indices", args[5] if len(args) > 5 else None) or ()
-    infos = list(manager.transfer_infos.get(room, {}).values())
-    problem = chunk_problem(positions.stop, state, infos)
+    state = _by_component(named.get("state_indices"))
+    problem = chunk_problem(named["index_slice"].stop, state, _destinations(manager, room))
     if problem is not None:
         refuse_request(manager, room, problem)
         return None
+    sending = sending_of(manager)
+    assert sending is not None
+    queued = sending.queued.setdefault(room, Queued(list(manager.transfer_infos.get(room, {}).values())))
+    queued.pages += len(named["kv_indices"])
+    if named["is_last_chunk"]:
+        state_pages = sum(len(each) for each in _owned_state(manager, state) or [] if each is not None)
+        logger.debug(
+            "CP shared KV transfer: rank=%d pages=%d bytes=%d state_pages=%d state_bytes=%d room=%s",
+            manager.attn_cp_rank,
+            queued.pages,
+            queued.pages * _kv_page_bytes(manager),
+            state_pages,
+            state_pages * _state_page_bytes(manager),
+            room,
+        )
     return wrapped(*args, **kwargs)
+
+
+def _destinations(manager: Any, room: int) -> list[Destination]:
+    """What the decode ranks that have announced themselves for a request have registered for it."""
+    return [
+        Destination(len(info.dst_kv_indices), [len(pages) for pages in _by_component(info.dst_state_indices)])
+        for info in list(manager.transfer_infos.get(room, {}).values())
+        if not info.is_dummy
+    ]
 
 
 def request_problem(manager: Any, room: int, tokens: int, decode_prefix: int) -> str | None:
@@ -389,8 +475,10 @@ def request_problem(manager: Any, room: int, tokens: int, decode_prefix: int) ->
     ):
         return "decode runs HiSparse, whose token-granular transfer is not supported under CP shared KV"
     page_size = manager.kv_args.page_size
-    state = [np.arange(ceil_div(tokens, page_size))] * len(manager.kv_args.state_types)
-    return chunk_problem(ceil_div(tokens - decode_prefix, page_size), state, infos)
+    pages = ceil_div(tokens - decode_prefix, page_size)
+    state_pages = pages if installed().state_after_prefix else ceil_div(tokens, page_size)
+    state = [np.arange(state_pages)] * len(state_types(manager))
+    return chunk_problem(pages, state, _destinations(manager, room))
 
 
 def _send_kvcache(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -400,7 +488,7 @@ def _send_kvcache(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, .
         return rc
     if rc == 0:
         pages = len(argument(args, kwargs, 1, "prefill_kv_indices"))
-        COUNTERS.add(kv_pages_sent=pages, kv_bytes_sent=pages * instance.kv_item_lens_sum)
+        COUNTERS.add(kv_pages_sent=pages, kv_bytes_sent=pages * _kv_page_bytes(instance))
     else:
         sending.failed_at[argument(args, kwargs, 0, "mooncake_session_id")] = time.monotonic()
     return rc
@@ -410,47 +498,52 @@ def _maybe_send_extra(wrapped: Callable[..., Any], instance: Any, args: tuple[An
     manager, sending = instance, sending_of(instance)
     if sending is None:
         return wrapped(*args, **kwargs)
-    req = argument(args, kwargs, 0, "req")
+    named = named_arguments("transfer.maybe_send_extra", args, kwargs)
+    req = named["req"]
     try:
-        rc, pages = _send_owned_state(wrapped, manager, sending.layout, req, args, kwargs)
+        rc, pages = _send_owned_state(wrapped, manager, sending.layout, named)
     except Exception:
         # An exception would leave the other decode ranks of the request without an answer.
         logger.exception("CP shared KV: sending index-K of bootstrap room %s failed", req.room)
         rc, pages = -1, 0
     if rc != 0:
-        sending.failed_state.add((req.room, req.mooncake_session_id))
+        if installed().heeds_state_failures:
+            sending.failed_at[req.mooncake_session_id] = time.monotonic()
+        else:
+            sending.failed_state.add((req.room, req.mooncake_session_id))
         manager.record_failure(req.room, f"Failed to send index-K pages of {req.room}")
     else:
-        COUNTERS.add(state_pages_sent=pages, state_bytes_sent=pages * manager.state_item_lens_sum)
+        COUNTERS.add(state_pages_sent=pages, state_bytes_sent=pages * _state_page_bytes(manager))
     return rc
 
 
 def _send_owned_state(
-    wrapped: Callable[..., Any],
-    manager: Any,
-    layout: CpSharedKVLayout,
-    req: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    wrapped: Callable[..., Any], manager: Any, layout: CpSharedKVLayout, named: dict[str, Any]
 ) -> tuple[int, int]:
     """Send this rank's index-K pages; ``(return code, pages)``. Neither the chunk nor decode's answer is changed."""
-    from sglang.srt.disaggregation.base.conn import StateType
-
-    source = list(argument(args, kwargs, 1, "prefill_state_indices"))
-    destination = list(req.dst_state_indices)
+    release, req = installed(), named["req"]
+    source, destination = _by_component(named["prefill_state_indices"]), _by_component(req.dst_state_indices)
     pages = 0
-    for i, state_type in enumerate(manager.kv_args.state_types):
+    for i, state_type in enumerate(state_types(manager)):
         if i >= len(source) or source[i] is None:
             continue
-        if state_type != StateType.NSA:
+        if state_type != release.index_k_state:
             raise RuntimeError(f"state component {state_type} is not known to CP shared KV")
         source[i], destination[i] = split_state(layout, source[i], destination[i])
         pages += len(source[i])
-    executor = argument(args, kwargs, 2, "executor")
-    target = kwargs.get("target_rank_registration_info", args[3] if len(args) > 3 else None)
     if not pages:
         return 0, 0
-    return wrapped(dataclasses.replace(req, dst_state_indices=destination), source, executor, target), pages
+    named["req"] = dataclasses.replace(
+        req, dst_state_indices=destination if release.state_by_component else destination[0]
+    )
+    named["prefill_state_indices"] = source if release.state_by_component else source[0]
+    return wrapped(**named), pages
+
+
+def _skip_flags(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if sending_of(instance) is not None:
+        return False, False  # neither KV nor state is left to another rank
+    return wrapped(*args, **kwargs)
 
 
 def _send_aux(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -482,13 +575,13 @@ GROUP = PatchGroup(
         Patch(
             "transfer.record_transfer_indices",
             _record_transfer_indices,
-            why="stock would count every rank as having sent all index-K pages; logs a request's pages per rank",
+            why="stock would count every rank as having sent all index-K pages",
             until=_UNTIL_POSITIONS,
         ),
         Patch(
             "transfer.add_transfer_request",
             _add_transfer_request,
-            why="a position beyond decode's pages raises in the transfer thread and kills it",
+            why="a position beyond decode's pages raises in the transfer thread and kills it; logs a request's pages",
             until="SGLang checks a chunk against the destination before queueing it",
         ),
         Patch(
@@ -501,13 +594,19 @@ GROUP = PatchGroup(
             "transfer.maybe_send_extra",
             _maybe_send_extra,
             why="index-K pages are those this rank owns, and a failure to send them must fail the request",
-            until=_UNTIL_POSITIONS + ", and heeds the return code of the state transfer (0.5.23)",
+            until=_UNTIL_POSITIONS,
+        ),
+        Patch(
+            "transfer.skip_flags",
+            _skip_flags,
+            why="stock leaves state to CP rank 0, since every rank has all of it; here each has its own pages",
+            until=_UNTIL_POSITIONS,
         ),
         Patch(
             "transfer.send_aux",
             _send_aux,
             why="stock ignores the return code of the state transfer; failing the aux transfer fails the request",
-            until="SGLang heeds the return code of the state transfer (0.5.23)",
+            until="0.5.17 is the oldest supported release: from there on SGLang heeds that return code",
         ),
         Patch(
             "transfer.transfer_worker",
@@ -542,7 +641,11 @@ GROUP = PatchGroup(
         "transfer.update_status",
         "transfer.sender_abort",
         "transfer.sender_send",
+        "transfer.prepare_send_indices",
+        "transfer.encode_status",
+        "transfer.conclude",
         "prefill.send_kv_chunk",
+        "prefill.send_kv_pages",
         "prefill.process_inflight_queue",
     ),
 )
