@@ -425,6 +425,11 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):  # type: ignore[misc]
         self._check_read(self._kv, layer_id)
         return super().get_key_buffer(layer_id)
 
+    def get_kv_buffer_shape(self) -> tuple[torch.Size, torch.Size]:
+        """Shapes of the key and the value buffer, which stock asks for outside a forward; reads nothing."""
+        shape = self.kv_buffer[0].shape
+        return shape, torch.Size((*shape[:-1], self.kv_lora_rank))
+
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
         self._check_read(self._kv, layer_id)
         return super().get_value_buffer(layer_id)

@@ -66,6 +66,20 @@ class OnDeviceZero(torch.Tensor):
         return torch.device("cpu", 0)
 
 
+class OffCpu:
+    """A platform of SGLang that denies being a CPU; all else is answered by the one it is made of."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def is_cpu(self) -> bool:
+        """False."""
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+
 # Delegates rather than copies of the methods, so that whoever patches those methods later is still called.
 
 
@@ -152,5 +166,7 @@ def install() -> None:
     )
     for module in row.cpu_branches:
         replace(module, "_is_cpu", False)
+    for module in row.cpu_refusals:
+        replace(module, "current_platform", OffCpu(owner_of(module).current_platform))
     # The capability says Hopper, where SGLang would launch kernels with programmatic dependent launch.
     replace_everywhere(row.places["is_arch_support_pdl"], lambda: False)

@@ -1,9 +1,11 @@
-"""Triton's interpreter, with the float rounding of the GPU.
+"""Triton's interpreter, with the float rounding of the GPU, and with scalars in masks.
 
 ``triton.runtime.interpreter._convert_float`` rounds the mantissa on its own: a carry out of the mantissa is OR-ed into
 the exponent and is lost for every odd exponent, which makes about 2.5% of fp8 bytes wrong, some by half. It truncates
 where no rounding mode is given, as for fp32 to bf16, and it does not saturate. The GPU rounds to nearest even, and
 saturates for e4m3. torch's own conversions do that on a CPU, so fp32 conversions are handed to torch.
+
+``create_splat`` makes bytes of a boolean, so that a mask which one scalar condition is part of is refused when used.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replace the interpreter's fp32 -> fp8 e4m3 and fp32 -> bf16 conversions. Idempotent."""
+    """Replace the interpreter's fp32 -> fp8 e4m3 and fp32 -> bf16 conversions and its splat. Idempotent."""
     global _installed
     if _installed:
         return
@@ -39,7 +41,17 @@ def install() -> None:
             return to_fp8(values).view(torch.uint8).numpy().reshape(data.shape)
         return values.to(torch.bfloat16).view(torch.uint16).numpy().reshape(data.shape)
 
+    splat = triton_interpreter.InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
+        """``arg`` in every element of a block; booleans stay booleans."""
+        block = splat(self, ret_ty, arg)
+        if arg.dtype.scalar == tl.int1:
+            block.data = block.data.astype(bool)
+        return block
+
     triton_interpreter._convert_float = convert_float
+    triton_interpreter.InterpreterBuilder.create_splat = create_splat
     _installed = True
 
 

@@ -22,6 +22,7 @@ class Row:
         cuda_imports: kernels of ``indexer_fusion`` that the indexer imports where it finds CUDA.
         unimportable: modules on the NSA path that need a package without a CPU build.
         cpu_branches: modules whose branch for a CPU calls what no NSA backend has.
+        cpu_refusals: modules that ask ``current_platform`` and refuse fp8 pools of MLA on a CPU.
         indexed_device: the indexer needs an index in the device of its queries.
         extra_requirements: pip requirements beyond ``requirements.txt``, to be installed with ``--no-deps``.
     """
@@ -35,6 +36,7 @@ class Row:
     cuda_imports: tuple[str, ...] = ()
     unimportable: tuple[str, ...] = ()
     cpu_branches: tuple[str, ...] = ()
+    cpu_refusals: tuple[str, ...] = ()
     indexed_device: bool = False
     extra_requirements: tuple[str, ...] = ()
 
@@ -180,6 +182,7 @@ _0_5_20 = replace(
     # Zigzag is refused for DeepSeek; GLM is admitted, but there is no gather for its index keys. With interleave dense
     # layers are tensor parallel unless told otherwise, which rounds differently for each CP size.
     cp_arguments={"enable_prefill_cp": True, "cp_strategy": "interleave", "moe_dense_tp_size": 1},
+    cpu_refusals=("sglang.srt.mem_cache.kv_cache_configurator",),
     places={
         **_0_5_19.places,
         "set_mla_kv_buffer_dcp_sharded": f"{_OPS}.kvcache.mla_buffer:set_mla_kv_buffer_dcp_sharded_triton",

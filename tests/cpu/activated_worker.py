@@ -111,6 +111,25 @@ def run_stock_kernels() -> dict[str, dict[str, Any]]:
     return results
 
 
+def store_under_a_scalar_condition() -> list[list[float]]:
+    """What a Triton kernel stores whose mask is 3 lanes of 4 and a condition on a scalar, met and then unmet."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def store(destination, condition):
+        lane = tl.arange(0, 4)
+        met = tl.load(condition) == 1
+        tl.store(destination + lane, lane + 1.0, mask=(lane < 3) & met)
+
+    stored = []
+    for condition in (1, 0):
+        destination = torch.zeros(4)
+        store[(1,)](destination, torch.tensor([condition]))
+        stored.append(destination.tolist())
+    return stored
+
+
 def seam_owners() -> dict[str, str]:
     """Module of the function found at the place of each kernel, and where SGLang has imported the kernel by name."""
     row = installed_row()
@@ -157,6 +176,7 @@ def main() -> None:
 
     load_plugins()
     result: dict[str, Any] = {"active": is_active(), "interpreted": seam_owners(), "kernels": run_stock_kernels()}
+    result["scalar_mask"] = store_under_a_scalar_condition()
 
     from cp_shared_kv_cpu import triton_twins
 

@@ -72,6 +72,10 @@ def test_fp8_rounds_to_nearest_even_with_carry_and_saturates():
     assert to_fp8(torch.tensor([float("inf"), -float("inf")])).float().tolist() == [448.0, -448.0]
 
 
+def test_a_mask_with_a_scalar_condition_is_interpreted(activated: dict[str, Any]):
+    assert activated["scalar_mask"] == [[1.0, 2.0, 3.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+
+
 def test_every_fp8_value_survives_the_rounding():
     every = torch.arange(256).to(torch.uint8)
     every = every[every.view(torch.float8_e4m3fn).float().isfinite()]

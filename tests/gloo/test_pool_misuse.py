@@ -14,6 +14,7 @@ SAID = {
     "read outside a forward": "read of MLA KV of layer 0 outside a forward",
     "index read outside a forward": "read of index-K of layer 0 outside a forward",
     "write outside a forward": "write of MLA KV of layer 0 outside a forward",
+    "shape of the buffers outside a forward": "",
     "read before the layer is written": "the workspace holds layer None",
     "write of other rows": "brings 99 rows but the plan has 100",
     "write": "",

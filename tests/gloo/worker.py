@@ -487,6 +487,7 @@ def misuse(rank: int, size: int) -> dict[str, str]:
     attempt("read outside a forward", lambda: pool.get_key_buffer(0))
     attempt("index read outside a forward", lambda: pool.get_index_k_with_scale_buffer(0))
     attempt("write outside a forward", lambda: write(0, 1))
+    attempt("shape of the buffers outside a forward", pool.get_kv_buffer_shape)
     begin()
     attempt("read before the layer is written", lambda: pool.get_key_buffer(0))
     attempt("write of other rows", lambda: write(0, 99))

@@ -167,8 +167,8 @@ MUTANTS = (
     Mutant(
         "index-K is not kept",
         "pool.py",
-        "        yield slots\n        self._keep(self._index, layer_id)",
-        "        yield slots",
+        "            self._storing_index_k = False\n        self._keep(self._index, layer_id)",
+        "            self._storing_index_k = False",
         MODEL,
     ),
     Mutant(
@@ -179,10 +179,10 @@ MUTANTS = (
         MISUSE,
     ),
     Mutant(
-        "padding rows are written to slot 0",
+        "padding rows are written over the first page of a request",
         "pool.py",
-        "self.page_table, self._spans, self.page_size, width, rows, self.trash_slot",
-        "self.page_table, self._spans, self.page_size, width, rows, 0",
+        "self.page_table, self._spans, self.page_size, width, rows, TRASH_SLOT",
+        "self.page_table, self._spans, self.page_size, width, rows, self.page_size",
         POOL,
     ),
     Mutant(
@@ -301,24 +301,24 @@ MUTANTS = (
     ),
     # Page ids on the host.
     Mutant(
-        "a node that was split keeps all its pages",
+        "requests of other namespaces share their pages",
         "host_pages.py",
-        "None if pages is None else pages[cut:].copy())",
-        "pages)",
+        "    return tuple(getattr(req, name) for name in installed().tree_namespace)",
+        "    return ()",
         unit("host_pages"),
     ),
     Mutant(
         "a request keeps its own pages where the tree had some already",
         "host_pages.py",
-        "np.concatenate([_path_pages(nodes, page_size), noted[start:]])",
-        "noted",
+        "        pages[first:start] = given\n",
+        "",
         unit("host_pages"),
     ),
     Mutant(
-        "an old node is taken for one that the request inserted",
+        "pages that a request puts in the tree are not noted",
         "host_pages.py",
-        "if node.id >= first_new_node and",
-        "if",
+        "        self._cached.put(before, parts[start - first :], pages[start:end])\n",
+        "",
         unit("host_pages"),
     ),
     Mutant(
@@ -354,7 +354,7 @@ MUTANTS = (
     Mutant(
         "positions are not checked against decode's pages",
         "patches/transfer.py",
-        "    problem = chunk_problem(positions.stop, state, infos)\n",
+        '    problem = chunk_problem(named["index_slice"].stop, state, _destinations(manager, room))\n',
         "    problem = None\n",
         PD,
     ),

@@ -198,7 +198,7 @@ class DecodeRank:
                 self._abort()
             for room in [room for room in self.late if any(self.signals.is_set(name, room) for name in ANNOUNCED_AT)]:
                 self.late.pop(room)()
-            if holds("holds_aborted_pages"):
+            if holds("holds_failed_pages"):
                 self.transfers.resolve_deferred_releases()
             for req in self.transfers.pop_transferred():
                 # At once: from here on a real decode would read the pages.
@@ -206,7 +206,7 @@ class DecodeRank:
                 self.pages_at_success[req.bootstrap_room] = self._differing(req.bootstrap_room)
             over = torch.tensor([int(time.monotonic() > deadline)])
             torch.distributed.all_reduce(over, op=torch.distributed.ReduceOp.MAX, group=self.world_group)
-            held = holds("holds_aborted_pages") and self.transfers.has_pending_deferred_releases()
+            held = holds("holds_failed_pages") and self.transfers.has_pending_deferred_releases()
             done = not (self.transfers.queue or held) or bool(over)
             time.sleep(0.01)
         for room, req in reqs.items():

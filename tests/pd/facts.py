@@ -23,10 +23,10 @@ _SINCE = {
     "aborts_between_chunks": "0.5.14",
     # A request keeps its KV record, emptied, when its KV is released.
     "keeps_kv_record": "0.5.19",
-    # Decode holds the pages of a request that it aborts until prefill says that it has stopped writing.
-    "holds_aborted_pages": "0.5.21",
-    # It does so for every request that fails.
-    "holds_failed_pages": "0.5.22",
+    # Decode holds the pages of a request that fails until prefill says that it has stopped writing.
+    "holds_failed_pages": "0.5.21",
+    # Where one CP rank alone sends, page numbers are copied to pinned memory while the GPU computes.
+    "pins_page_numbers": "0.5.23",
     # Process groups are made as wide as the published configuration says.
     "groups_from_configuration": "0.5.21",
 }

@@ -78,6 +78,10 @@ class PrefillRank:
             transfer_patches(self.scenario.with_queue).apply()
             if not self.shared:
                 transfer_patches(self.scenario.with_queue).undo()
+        if holds("pins_page_numbers"):
+            from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+            MooncakeKVSender.supports_host_tensor_indices = False  # that takes a GPU
         sabotage.apply(self.scenario.sabotage)
         init_engine()
         held = self.scenario.logical_pages // (self.scenario.cp_size if self.shared else 1)

@@ -289,7 +289,7 @@ def test_control_stock_prefill_writes_to_pages_that_decode_has_given_away_after_
         assert_nothing_else_happened(report)
 
 
-@pytest.mark.skipif(holds("holds_aborted_pages"), reason="this release's stock decode waits for prefill itself")
+@pytest.mark.skipif(holds("holds_failed_pages"), reason="this release's stock decode waits for prefill itself")
 def test_control_stock_decode_gives_pages_away_at_an_abort_though_prefill_still_writes() -> None:
     report = run(
         Scenario(

@@ -252,6 +252,7 @@ GROUP = PatchGroup(
         "pool.get_contiguous_buf_infos",
         "pool.get_state_buf_infos",
         "pool.get_value_buffer",
+        "pool.get_kv_buffer_shape",
         "pool.get_kv_size_bytes",
         "pool.clear_buffers",
         "pool.move_kv_cache",

@@ -106,6 +106,7 @@ DEPENDENCIES: Mapping[str, Mapping[str, Dependency]] = {
         "pool.get_state_buf_infos": _override("a transfer registers the persistent tensors, not the workspace"),
         "pool.clear_buffers": _override("the persistent tensors are let go of too"),
         "pool.get_kv_size_bytes": _override("counts the persistent tensors, not the workspace"),
+        "pool.get_kv_buffer_shape": _override("stock asks for it outside a forward, and takes it from a read"),
         "pool.get_value_buffer": _override(_CHECKS_LAYER),
         "pool.move_kv_cache": _override("refused: it goes by logical slots"),
         "pool.init": _relies("the shared pool takes over the tensors and attributes that it sets"),
