@@ -178,6 +178,8 @@ def _fp8_layout_problem(facts: Facts) -> str | None:
     return "fp8_e4m3 KV with the trtllm decode backend" if fp8 and trtllm else None
 
 
+_OPTIMISTIC = "a request is computed before decode has announced itself, so its pages cannot be checked"
+
 RULES: tuple[Rule, ...] = (
     Rule(
         "model",
@@ -371,6 +373,28 @@ RULES: tuple[Rule, ...] = (
     _off("Ray", "use_ray", "--use-ray", "its scheduler actors do not load plugins"),
     _off("KV cache sharding of SGLang", "enable_kv_cache_sharding", "--enable-kv-cache-sharding", "it does the same"),
     _off("KV layer split", "enable_dsa_cache_layer_split", "--enable-dsa-cache-layer-split", "it shards the same pool"),
+    _off("optimistic prefill", "optimistic_prefill_retries", "--optimistic-prefill-retries", _OPTIMISTIC),
+    _off("optimistic prefill attempts", "optimistic_prefill_attempts", "--optimistic-prefill-attempts", _OPTIMISTIC),
+    _off(
+        "KV checksum",
+        "disaggregation_enable_kv_checksum",
+        "--disaggregation-enable-kv-checksum",
+        "it reads pages by logical slot, and a rank has only its own",
+        BOTH,
+    ),
+    _off(
+        "PD role switch", "enable_pd_role_switch", "--enable-pd-role-switch", "the patches are those of one role", BOTH
+    ),
+    Rule(
+        "decode allocation policy",
+        lambda f: _unless(
+            f.arg("disaggregation_decode_allocation_policy") in (None, "early"),
+            f"disaggregation_decode_allocation_policy={f.arg('disaggregation_decode_allocation_policy')!r}",
+        ),
+        "decode pages that are reserved early (prefill keeps its pages for longer otherwise, and answers later)",
+        "remove --disaggregation-decode-allocation-policy on both sides",
+        BOTH,
+    ),
     _off("unified memory pool", "enable_unified_memory", "--enable-unified-memory", "it lays the pool out otherwise"),
     _off("page-major KV", "enable_page_major_kv_layout", "--enable-page-major-kv-layout", "rows are not pages there"),
     Rule(

@@ -5,7 +5,8 @@ the exponent and is lost for every odd exponent, which makes about 2.5% of fp8 b
 where no rounding mode is given, as for fp32 to bf16, and it does not saturate. The GPU rounds to nearest even, and
 saturates for e4m3. torch's own conversions do that on a CPU, so fp32 conversions are handed to torch.
 
-``create_splat`` makes bytes of a boolean, so that a mask which one scalar condition is part of is refused when used.
+A comparison keeps the type of what it compares, and ``create_splat`` makes integers of it: a mask that a condition on a
+scalar is part of is then refused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def install() -> None:
     def create_splat(self: Any, ret_ty: Any, arg: Any) -> Any:
         """``arg`` in every element of a block; booleans stay booleans."""
         block = splat(self, ret_ty, arg)
-        if arg.dtype.scalar == tl.int1:
+        if arg.data.dtype == bool:
             block.data = block.data.astype(bool)
         return block
 

@@ -58,7 +58,8 @@ class TestReport:
         total = len(installed().targets)
         assert f"seams: {total} of {total} fit\n" in out
         assert f"needs {installed().arguments.prefill_cp_flag} " in out
-        assert out.endswith("verdict: supported\n")
+        on_decode = ", on decode servers" if installed().no_zigzag else ""
+        assert out.endswith(f"verdict: supported{on_decode}\n")
 
     def test_it_runs_as_a_program_and_imports_nothing_of_sglang(self):
         code = (

@@ -17,20 +17,34 @@ from cp_shared_kv.seams import SourceTree
 NAMES = release_for("0.5.12.post1").arguments
 ALL_RANKS = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 
-#: Argument that a rule reads -> first release that has it; before, it reads as absent.
-ARRIVED = {
-    "enable_return_indexer_topk": "0.5.12",
-    "dcp_size": "0.5.15",
-    "enable_unified_memory": "0.5.15",
-    "enable_page_major_kv_layout": "0.5.15",
-    "enable_dsa_cache_layer_split": "0.5.16",
-    "enable_kv_cache_sharding": "0.5.22",
+#: Argument that a rule reads -> first release that has it, and first that has it no more; else it reads as absent.
+ARRIVED: dict[str, tuple[str, str | None]] = {
+    "enable_return_indexer_topk": ("0.5.12", None),
+    "optimistic_prefill_retries": ("0.5.13", "0.5.16"),
+    "dcp_size": ("0.5.15", None),
+    "enable_unified_memory": ("0.5.15", None),
+    "enable_page_major_kv_layout": ("0.5.15", None),
+    "enable_dsa_cache_layer_split": ("0.5.16", None),
+    "optimistic_prefill_attempts": ("0.5.16", None),
+    "disaggregation_enable_kv_checksum": ("0.5.21", None),
+    "enable_pd_role_switch": ("0.5.21", None),
+    "enable_kv_cache_sharding": ("0.5.22", None),
+    "disaggregation_decode_allocation_policy": ("0.5.22", None),
 }
 
 
 def is_before(version: str, other: str) -> bool:
     """Whether a supported release is older than another."""
     return supported_versions().index(version) < supported_versions().index(other)
+
+
+def absent_arguments(version: str) -> set[str]:
+    """Arguments that rules read and a release does not have."""
+    return {
+        name
+        for name, (first, gone) in ARRIVED.items()
+        if is_before(version, first) or (gone is not None and not is_before(version, gone))
+    }
 
 
 def declared_arguments() -> set[str]:
@@ -176,6 +190,16 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("unified memory pool", {"enable_unified_memory": True}, "=True", "remove --enable-unified-memory"),
     ("page-major KV", {"enable_page_major_kv_layout": True}, "=True", "remove --enable-page-major-kv-layout"),
     ("dcp_size", {"dcp_size": 2}, "dcp_size=2", "remove --dcp-size"),
+    ("optimistic prefill", {"optimistic_prefill_retries": 2}, "=2", "remove --optimistic-prefill-retries"),
+    ("optimistic prefill attempts", {"optimistic_prefill_attempts": 1}, "=1", "--optimistic-prefill-attempts"),
+    ("KV checksum", {"disaggregation_enable_kv_checksum": True}, "=True", "--disaggregation-enable-kv-checksum"),
+    ("PD role switch", {"enable_pd_role_switch": True}, "=True", "remove --enable-pd-role-switch"),
+    (
+        "decode allocation policy",
+        {"disaggregation_decode_allocation_policy": "prefill_complete"},
+        "='prefill_complete'",
+        "remove --disaggregation-decode-allocation-policy",
+    ),
     (
         "staging buffer",
         {"environ": {ALL_RANKS: "1", "SGLANG_DISAGG_STAGING_BUFFER": "1"}},
@@ -229,7 +253,16 @@ class TestRules:
 
     @pytest.mark.parametrize(
         "name",
-        ["model", "transfer_backend", "mooncake", "all_cp_ranks_transfer", "kv_layout", "HiSparse", "staging buffer"],
+        [
+            "model",
+            "transfer_backend",
+            "mooncake",
+            "all_cp_ranks_transfer",
+            "kv_layout",
+            "HiSparse",
+            "staging buffer",
+            "KV checksum",
+        ],
     )
     def test_a_decode_server_is_asked_for_what_both_sides_need(self, name: str):
         change = next(case[1] for case in BROKEN if case[0] == name)
@@ -320,8 +353,7 @@ class TestRules:
                 return good.get(name)
 
         Gate().refusals(facts(fact={"arguments": Recorder(), "names": installed().arguments}))
-        later = {name for name, version in ARRIVED.items() if is_before(installed().version, version)}
-        assert read - declared_arguments() == later
+        assert read - declared_arguments() == absent_arguments(installed().version)
         assert read >= set(good) - {"speculative_algorithm"}
 
     @pytest.mark.parametrize("version", ["0.5.11", "0.5.13", "0.5.14"])

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from standins import KVPoll
-from test_gate import ARRIVED, BROKEN, NAMES, facts, is_before
+from test_gate import BROKEN, NAMES, absent_arguments, facts
 from torch.overrides import TorchFunctionMode
 
 import cp_shared_kv
@@ -107,7 +107,7 @@ class TestGate:
         source = SourceTree.installed().file_of("sglang.srt.server_args").read_text(encoding="utf-8")
         refusals = [refusal for _, change, _, _ in BROKEN for refusal in Gate().refusals(facts(**change))]
         advised = {flag for r in refusals for flag in re.findall(r"--[a-z][a-z-]+", f"{r.needs} {r.remedy}")}
-        later = {"--" + name.replace("_", "-") for name, since in ARRIVED.items() if is_before(PRIMARY, since)}
+        later = {"--" + name.replace("_", "-") for name in absent_arguments(PRIMARY)}
         assert {NAMES.prefill_cp_flag, NAMES.cp_mode_flag, NAMES.prefill_backend_flag} <= advised
         assert {flag for flag in advised - later if f'"{flag}"' not in source} == set()
         assert f'"{NAMES.in_seq_split}"' in source
