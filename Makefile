@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 CP ?= 2
 
-.PHONY: help setup libraries demo test test-fast mutants soak bench matrix lint clean
+.PHONY: help setup libraries demo test test-fast mutants soak bench matrix seams lint clean
 
 help: ## list the targets
 	@echo "Usage: make TARGET"
@@ -87,6 +87,9 @@ bench: setup ## ratios and counts with their budgets, in one table (about 8 minu
 
 matrix: setup ## the tests on each release of SGLang, into docs/releases.md (hours); RELEASES="0.5.13 0.5.19" for some
 	@cd tests && ../$(BIN)/python -m matrix $(RELEASES) $(MATRIX_FLAGS)
+
+seams: setup ## every seam of every supported release, read in its wheel (a minute, and 300 MB the first time)
+	@cd tests && ../$(BIN)/python -m matrix --only seams --no-page
 
 lint: setup ## ruff check, ruff format --check, mypy
 	@$(BIN)/ruff check .

@@ -101,6 +101,7 @@ def test_http_server_with_the_flag_warms_up_and_ends_cleanly(model: Path, tmp_pa
 
 
 @pytest.mark.release
+@pytest.mark.any_release
 def test_flag_on_an_unsupported_server_stops_the_launch_and_names_every_reason(model: Path) -> None:
     names = installed().arguments
     other = {"in-seq-split": "round-robin-split", "zigzag": "interleave"}[names.in_seq_split]
@@ -108,6 +109,8 @@ def test_flag_on_an_unsupported_server_stops_the_launch_and_names_every_reason(m
     done = launch([*flags, FLAG], SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER="0")
     assert_stopped_before_weights(done)
     output = done.stdout + done.stderr
+    if installed().no_zigzag:
+        assert f"[zigzag] found {installed().no_zigzag}" in output
     for reason in (
         f"[cp_mode] found {names.cp_mode}={other!r}",
         "[mixed chunk]",

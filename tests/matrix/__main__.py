@@ -31,6 +31,7 @@ def parse(arguments: Sequence[str] | None, supported: Sequence[str], primary: st
     )
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="the page; docs/releases.md by default")
     parser.add_argument("--render", action="store_true", help="run nothing, write the page anew from its own results")
+    parser.add_argument("--no-page", action="store_true", help="write no page")
     parser.add_argument(
         "--ci",
         action="store_true",
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         new = run_release(release, names)
         broken += [f"{release} {name}" for name, outcome in new.outcomes.items() if outcome.verdict == FAILED]
         results[release] = results.get(release, Result()).updated(new)
-        if not options.ci:
+        if not (options.ci or options.no_page):
             page.write(options.page, results, supported)
     if options.render:
         page.write(options.page, results, supported)

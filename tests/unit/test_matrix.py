@@ -465,6 +465,8 @@ class TestCommand:
         path = tmp_path / "releases.md"
         assert run("--ci") == 1
         assert not path.exists()
+        assert run("--only", "seams", "--no-page") == 0
+        assert not path.exists()
         path.write_text("# by hand\n")
         assert run("1.2") == 2
         assert path.read_text() == "# by hand\n"
