@@ -149,6 +149,13 @@ def seam_owners() -> dict[str, str]:
     return found
 
 
+def cpu_claims() -> list[str]:
+    """Modules that still take themselves for a CPU's, of those where the NSA path must be answered as on a GPU."""
+    row = installed_row()
+    claims = [path for path in row.cpu_branches if importlib.import_module(path)._is_cpu]
+    return claims + [path for path in row.cpu_refusals if importlib.import_module(path).current_platform.is_cpu()]
+
+
 def parsed_flags() -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Pairs of engine arguments and what SGLang's own parser makes of the flags for the same options."""
     from sglang.srt.server_args import ServerArgs
@@ -176,6 +183,10 @@ def main() -> None:
 
     load_plugins()
     result: dict[str, Any] = {"active": is_active(), "interpreted": seam_owners(), "kernels": run_stock_kernels()}
+    result["cpu_claims"] = cpu_claims()
+    result["indexed_device"] = hasattr(
+        importlib.import_module(installed_row().indexer).Indexer._get_topk_ragged, "__wrapped__"
+    )
     result["scalar_mask"] = store_under_a_scalar_condition()
 
     from cp_shared_kv_cpu import triton_twins

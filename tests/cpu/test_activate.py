@@ -145,6 +145,12 @@ class TestActivated:
     def test_twins_reach_every_name_that_the_path_looks_up(self, activated: dict[str, Any]):
         assert [m for m in activated["twins"].values() if not m.startswith("cp_shared_kv_cpu.")] == []
 
+    def test_no_module_of_the_nsa_path_takes_itself_for_a_cpus(self, activated: dict[str, Any]):
+        assert activated["cpu_claims"] == []
+
+    def test_queries_have_a_device_index_where_the_release_asks_for_one(self, activated: dict[str, Any]):
+        assert activated["indexed_device"] is releases.installed_row().indexed_device
+
     def test_a_second_activation_changes_nothing(self, activated: dict[str, Any]):
         assert activated["again"] == activated["twins"]
 

@@ -52,6 +52,22 @@ def test_a_tensor_on_device_zero_computes_like_any_other():
     assert doubled.tolist() == [2.0, 4.0]
 
 
+def test_the_indexer_finds_an_index_in_the_device_of_its_queries():
+    class Indexer:
+        def _get_topk_ragged(self, dual: bool, batch: str, layer: int, q_fp8: torch.Tensor, *rest: str, **named: int):
+            return (dual, batch, layer, q_fp8.device.index, q_fp8.tolist(), rest, named)
+
+    dispatch._give_queries_a_device_index(Indexer)
+    found = Indexer()._get_topk_ragged(False, "batch", 3, torch.ones(2), "weights", topk_result=1)
+    assert found == (False, "batch", 3, 0, [1.0, 1.0], ("weights",), {"topk_result": 1})
+
+
+def test_a_platform_off_the_cpu_answers_all_else_as_before():
+    platform = dispatch.OffCpu(types.SimpleNamespace(is_cpu=lambda: True, is_out_of_tree=lambda: "asked"))
+    assert platform.is_cpu() is False
+    assert platform.is_out_of_tree() == "asked"
+
+
 def test_stand_ins_import_every_name_and_run_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "sglang_needs_a_gpu", raising=False)
     stubs.stand_in_for(("sglang_needs_a_gpu",))
