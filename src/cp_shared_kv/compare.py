@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cp_shared_kv.gate import RULES, Facts
-from cp_shared_kv.releases import Release, release_for, seam_eras, supported_versions
+from cp_shared_kv.releases import Release, public_part, release_for, seam_eras, supported_versions
 from cp_shared_kv.seams import PACKAGE, Resolution, SeamError, SourceTree, resolve
 
 
@@ -61,16 +61,18 @@ def _source_in(directory: Path, named: Path) -> SourceTree:
 def closest_release(source: SourceTree) -> Release:
     """The supported release whose seams a source fits best; the newer of two that fit alike."""
 
-    def fits(release: Release) -> int:
-        found = resolve(source, release.targets)
-        return len(release.targets) - len(found.problems) - len(found.changed)
+    newest_first = (release_for(version) for version in reversed(supported_versions()))
+    return max(newest_first, key=lambda release: _fitting(release, resolve(source, release.targets)))
 
-    return max((release_for(version) for version in reversed(supported_versions())), key=fits)
+
+def _fitting(release: Release, found: Resolution) -> int:
+    """How many seams of a release are as its row says."""
+    return len(release.targets) - len(found.problems) - len(found.changed)
 
 
 def is_supported(version: str) -> bool:
     """Whether a release has a row."""
-    return version.split("+", 1)[0] in supported_versions()
+    return public_part(version) in supported_versions()
 
 
 def arguments_read(release: Release) -> set[str]:
@@ -107,7 +109,6 @@ class Comparison:
         source: release of the source.
         release: release whose row it is compared with.
         resolution: the seams.
-        targets: how many seams that row has.
         absent_arguments: fields that the gate reads and this source does not declare.
         missing_names: of those, the ones that the gate cannot do without.
     """
@@ -121,7 +122,7 @@ class Comparison:
     @property
     def is_supported(self) -> bool:
         """Whether the source is that very release."""
-        return self.source.split("+", 1)[0] == self.release.version
+        return public_part(self.source) == self.release.version
 
     @property
     def ok(self) -> bool:
@@ -132,8 +133,7 @@ class Comparison:
         """The report, for people."""
         release, resolution = self.release, self.resolution
         yield f"SGLang {self.source}, compared with the row of {release.version}"
-        fit = len(release.targets) - len(resolution.problems) - len(resolution.changed)
-        yield f"seams: {fit} of {len(release.targets)} fit"
+        yield f"seams: {_fitting(release, resolution)} of {len(release.targets)} fit"
         for line in (*resolution.problems, *resolution.changed):
             yield f"  - {line}"
         for seam, why in release.absent.items():

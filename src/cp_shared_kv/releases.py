@@ -254,6 +254,11 @@ def seam_eras() -> dict[str, dict[str, dict[str, Any]]]:
     return {seam: {era["since"]: era for era in eras} for seam, eras in json.loads(text).items()}
 
 
+def public_part(version: str) -> str:
+    """A version without its local part, such as ``+cu130``."""
+    return version.split("+", 1)[0]
+
+
 @cache
 def release_for(version: str) -> Release:
     """Row of a release; a local part such as ``+cu130`` does not count.
@@ -261,7 +266,7 @@ def release_for(version: str) -> Release:
     Raises:
         SeamError: the release has no row.
     """
-    public = version.split("+", 1)[0]
+    public = public_part(version)
     if public not in VERSIONS:
         raise SeamError(
             [f"SGLang {version} is not a supported release: supported are {', '.join(VERSIONS)}; install one"]
